@@ -1,14 +1,17 @@
-"""What does compression cost? A step with each technique, beside `torch.nn.utils.parametrize` with the same formula.
+"""What does compression cost? A step with each technique, beside
+`torch.nn.utils.parametrize` with the same formula.
 
     python benchmarks/compression.py                               # three minutes on one core
     python benchmarks/compression.py --width 1536 --only "row l1"   # where Python's part is small
     python benchmarks/compression.py --rounds 2 --only "sparse l1"  # does it run?
 
-Four square matrices, SGD, a batch of 64, one thread. The cost of a technique is what it adds to the processor time of the same
-contender's step without one: the median of the differences between a step with it and one without, side by side. Each contender
-is built five times, because its memory lies elsewhere each time; `±` is half of what the five medians differ by. The
-parametrizations are those that one would write by hand from DeepSpeed's formulas: straight-through functions, masks as fp32
-buffers, scores sorted at each forward. Inputs are quantized in a forward pre-hook.
+Four square matrices, SGD, a batch of 64, one thread. The cost of a technique is what it
+adds to the processor time of the same contender's step without one: the median of the
+differences between a step with it and one without, side by side. Each contender is
+built five times, because its memory lies elsewhere each time; `±` is half of what the
+five medians differ by. The parametrizations are those that one would write by hand from
+DeepSpeed's formulas: straight-through functions, masks as fp32 buffers, scores sorted
+at each forward. Inputs are quantized in a forward pre-hook.
 """
 
 import argparse
@@ -44,7 +47,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-# --- the formulas as parametrizations ----------------------------------------------------------------------------------
+# --- the formulas as parametrizations -------------------------------------------------------------
 
 
 def straight(formula: Formula) -> Formula:
@@ -122,7 +125,11 @@ class Scored(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], is_heads: bool = False) -> None:
         super().__init__()
-        self.scores, self.top, self.is_heads = nn.Parameter(torch.randn(shape)), straight(top), is_heads
+        self.scores, self.top, self.is_heads = (
+            nn.Parameter(torch.randn(shape)),
+            straight(top),
+            is_heads,
+        )
 
     def forward(self, w: Tensor) -> Tensor:
         mask = self.top(self.scores)
@@ -131,7 +138,7 @@ class Scored(nn.Module):
         return w * mask.reshape(mask.shape[: w.dim()])
 
 
-# --- the techniques ------------------------------------------------------------------------------------------------
+# --- the techniques -------------------------------------------------------------------------------
 
 
 def quantized(bits: int, kind: str = "symmetric") -> dict[str, Any]:
@@ -148,14 +155,29 @@ def block(technique: str, shared: dict[str, Any], params: dict[str, Any]) -> dic
 HALF = {"dense_ratio": 0.5}
 TECHNIQUES: dict[str, tuple[dict[str, Any], Callable[[nn.Linear], nn.Module] | None]] = {
     "weights, 8 bits": (quantized(8), lambda layer: Formulaic(symmetric)),
-    "weights, 8 bits, asymmetric": (quantized(8, "asymmetric"), lambda layer: Formulaic(asymmetric)),
+    "weights, 8 bits, asymmetric": (
+        quantized(8, "asymmetric"),
+        lambda layer: Formulaic(asymmetric),
+    ),
     "weights, ternary": (quantized(2), lambda layer: Formulaic(ternary)),
     "weights, binary": (quantized(1), lambda layer: Formulaic(binary)),
     "inputs, 8 bits": (block("activation_quantization", {}, {"bits": 8}), None),
-    "sparse l1": (block("sparse_pruning", {"method": "l1"}, HALF), lambda layer: Masked(layer.weight.abs())),
-    "sparse topk": (block("sparse_pruning", {"method": "topk"}, HALF), lambda layer: Scored(tuple(layer.weight.shape))),
-    "row l1": (block("row_pruning", {"method": "l1"}, HALF), lambda layer: Masked(layer.weight.abs().sum(1, True))),
-    "row topk": (block("row_pruning", {"method": "topk"}, HALF), lambda layer: Scored((layer.out_features, 1))),
+    "sparse l1": (
+        block("sparse_pruning", {"method": "l1"}, HALF),
+        lambda layer: Masked(layer.weight.abs()),
+    ),
+    "sparse topk": (
+        block("sparse_pruning", {"method": "topk"}, HALF),
+        lambda layer: Scored(tuple(layer.weight.shape)),
+    ),
+    "row l1": (
+        block("row_pruning", {"method": "l1"}, HALF),
+        lambda layer: Masked(layer.weight.abs().sum(1, True)),
+    ),
+    "row topk": (
+        block("row_pruning", {"method": "topk"}, HALF),
+        lambda layer: Scored((layer.out_features, 1)),
+    ),
     "head topk": (
         block("head_pruning", {"method": "topk", "num_heads": NUM_HEADS}, HALF),
         lambda layer: Scored((1, NUM_HEADS), is_heads=True),
@@ -188,12 +210,17 @@ def make_plain(technique: str | None, width: int) -> Callable[[Tensor], object]:
         for layer in (module for module in model if isinstance(module, nn.Linear)):
             if make is None:
                 formula = straight(symmetric_rows)
-                layer.register_forward_pre_hook(lambda module, args, formula=formula: (formula(args[0]),))
+                layer.register_forward_pre_hook(
+                    lambda module, args, formula=formula: (formula(args[0]),)
+                )
                 continue
             module = make(layer)
-            of_bias = Masked(layer.weight.detach().abs().sum(1)) if technique == "row l1" else module
+            of_bias = (
+                Masked(layer.weight.detach().abs().sum(1)) if technique == "row l1" else module
+            )
             parametrize.register_parametrization(layer, "weight", module)
-            if technique is not None and technique.startswith("row"):  # the mask of rows applies to the bias, too
+            # the mask of rows applies to the bias, too
+            if technique is not None and technique.startswith("row"):
                 layer.register_parameter("bias", nn.Parameter(layer.bias.detach()))
                 parametrize.register_parametrization(layer, "bias", of_bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -208,7 +235,9 @@ def make_plain(technique: str | None, width: int) -> Callable[[Tensor], object]:
 
 
 def measured(technique: str, width: int, num_rounds: int) -> dict[str, list[float]]:
-    """Milliseconds that the technique adds to a step: per contender one median for each of `NUM_BUILDS` builds."""
+    """Milliseconds that the technique adds to a step: per contender one median for each
+    of `NUM_BUILDS` builds.
+    """
     makers: dict[str, Callable[[str | None], Callable[[Tensor], object]]] = {
         "stage 0": lambda name: make_fzero(name, width, 0),
         "stage 3": lambda name: make_fzero(name, width, 3),
@@ -221,7 +250,8 @@ def measured(technique: str, width: int, num_rounds: int) -> dict[str, list[floa
         added: dict[str, list[float]] = {name: [] for name in makers}
         for round_ in range(WARM_UP + num_rounds):
             for name, (without, with_it) in pairs.items():
-                # The two take turns at being first, so that neither always follows the other contenders.
+                # The two take turns at being first, so that neither always follows the other
+                # contenders.
                 order = (without, with_it) if round_ % 2 else (with_it, without)
                 took = {step: processor_ms(step, x) for step in order}
                 added[name].append(took[with_it] - took[without])
@@ -237,24 +267,44 @@ def processor_ms(step: Callable[[Tensor], object], x: Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=512, help="of the matrices (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=40, help="turns per build (default: %(default)s)")
-    parser.add_argument("--only", choices=list(TECHNIQUES), action="append", help="these techniques (default: all)")
-    parser.add_argument("--out", type=Path, default=Path("out/compression"), help="folder (default: %(default)s)")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument(
+        "--width", type=int, default=512, help="of the matrices (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=40, help="turns per build (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--only", choices=list(TECHNIQUES), action="append", help="these techniques (default: all)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/compression"), help="folder (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     table = Table(
-        title=f"ms that a technique adds to a step of {NUM_LAYERS} Linear({arguments.width}, {arguments.width})",
+        title=(
+            f"ms that a technique adds to a step of {NUM_LAYERS} Linear({arguments.width}, "
+            f"{arguments.width})"
+        ),
         box=box.SIMPLE,
     )
-    for title in ("technique", "stage 0", "stage 3", "parametrize", "stage 0 / parametrize", "stage 3 / parametrize"):
+    for title in (
+        "technique",
+        "stage 0",
+        "stage 3",
+        "parametrize",
+        "stage 0 / parametrize",
+        "stage 3 / parametrize",
+    ):
         table.add_column(title, justify="left" if title == "technique" else "right")
     results = {}
     arguments.out.mkdir(parents=True, exist_ok=True)
     for technique in arguments.only or TECHNIQUES:
         results[technique] = found = measured(technique, arguments.width, arguments.rounds)
-        cells = [f"{statistics.median(ms):.2f} ± {(max(ms) - min(ms)) / 2:.2f}" for ms in found.values()]
+        cells = [
+            f"{statistics.median(ms):.2f} ± {(max(ms) - min(ms)) / 2:.2f}" for ms in found.values()
+        ]
         stage_0, stage_3, plain = map(statistics.median, found.values())
         table.add_row(technique, *cells, f"{stage_0 / plain:.2f}", f"{stage_3 / plain:.2f}")
         (arguments.out / "results.json").write_text(json.dumps(results, indent=1))

@@ -1,10 +1,12 @@
-"""The contenders: each makes a train step for one rank, and `run_rank` runs it in blocks when the driver says so.
+"""The contenders: each makes a train step for one rank, and `run_rank` runs it in
+blocks when the driver says so.
 
-A step takes a batch and returns what it measured: its time as `step` and that of the `processor`, in ms, and its `loss`;
-or the floor's parts.
-All train the same GPT from the same seed on the same batches, with the same AdamW and without clipping; in fp32, or in
-bf16 with an fp32 master in the way that each offers (DDP has none but `torch.autocast`). Each can be compiled, in the way
-that its documentation recommends.
+A step takes a batch and returns what it measured: its time as `step` and that of the
+`processor`, in ms, and its `loss`; or the floor's parts.
+All train the same GPT from the same seed on the same batches, with the same AdamW and
+without clipping; in fp32, or in bf16 with an fp32 master in the way that each offers
+(DDP has none but `torch.autocast`). Each can be compiled, in the way that its
+documentation recommends.
 """
 
 import ctypes
@@ -24,7 +26,9 @@ from torch import Tensor, nn
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Batch], dict[str, float]]
 Mode = Literal["eager", "block", "step"]
-"""What is compiled: nothing, the model (where there is a choice, block by block), or the whole step."""
+"""What is compiled: nothing, the model (where there is a choice, block by block), or
+the whole step.
+"""
 
 ADAMW = {"lr": 1e-3, "weight_decay": 0.01}
 
@@ -39,7 +43,9 @@ def timed(train: Callable[[Batch], Tensor]) -> Step:
     return step
 
 
-def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool = False) -> Step:
+def usual_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool = False
+) -> Step:
     """The loop body of the peers that live in PyTorch."""
 
     def train(batch: Batch) -> Tensor:
@@ -58,17 +64,22 @@ def make_bare(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
     model = GPT(size)
     if mode != "eager":
         model.compile()
-    return usual_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), autocast=dtype == "bf16")
+    return usual_step(
+        model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), autocast=dtype == "bf16"
+    )
 
 
 def make_floor(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
-    """What no step of this stage can do without, each part alone, over flat buffers that stay where they are.
+    """What no step of this stage can do without, each part alone, over flat buffers
+    that stay where they are.
 
-    Measured beside it, and not part of it: `copies` of the gradients into the flat buffer, and in bf16 `casts`, of the
-    gradients to fp32 and of the updated master to bf16.
+    Measured beside it, and not part of it: `copies` of the gradients into the flat
+    buffer, and in bf16 `casts`, of the gradients to fp32 and of the updated master to
+    bf16.
 
-    Both collectives are made of sends and receives, which on gloo beat the collectives of their names, all-to-all and
-    broadcasts. Stage 0 takes the faster of that pair and an all-reduce; stage 3 gathers twice.
+    Both collectives are made of sends and receives, which on gloo beat the collectives
+    of their names, all-to-all and broadcasts. Stage 0 takes the faster of that pair and
+    an all-reduce; stage 3 gathers twice.
     """
     is_bf16, world_size, rank = dtype == "bf16", dist.get_world_size(), dist.get_rank()
     model = GPT(size).bfloat16() if is_bf16 else GPT(size)
@@ -76,13 +87,16 @@ def make_floor(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
         model.compile()
     others = [other for other in range(world_size) if other != rank]
     shard_numel = -(-sum(param.numel() for param in model.parameters()) // world_size)
-    flat_P = torch.zeros(world_size * shard_numel, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+    flat_P = torch.zeros(
+        world_size * shard_numel, dtype=torch.bfloat16 if is_bf16 else torch.float32
+    )
     shards_WS = flat_P.view(world_size, shard_numel)
     received_WS = torch.zeros_like(shards_WS)
     updated = torch.zeros_like(flat_P if stage == 0 else received_WS[0], dtype=torch.float32)
     updated.grad = torch.zeros_like(updated)
     optimizer = torch.optim.AdamW([updated], fused=True, **ADAMW)
-    of_updated = flat_P if stage == 0 else received_WS[0]  # gradients and parameters of what this rank updates
+    # gradients and parameters of what this rank updates
+    of_updated = flat_P if stage == 0 else received_WS[0]
     params = list(model.parameters())
     numels = [param.numel() for param in params]
     grads = [x.view_as(param) for x, param in zip(flat_P[: sum(numels)].split(numels), params)]
@@ -132,21 +146,29 @@ def make_floor(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
 
 
 def make_ddp(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
-    """DistributedDataParallel, in stage 1 with ZeroRedundancyOptimizer; compiled, a graph for each of its buckets."""
+    """DistributedDataParallel, in stage 1 with ZeroRedundancyOptimizer; compiled, a
+    graph for each of its buckets.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = nn.parallel.DistributedDataParallel(GPT(size), gradient_as_bucket_view=True)
     if mode != "eager":
         model.compile()
     if stage == 0:
-        return usual_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), autocast=dtype == "bf16")
+        return usual_step(
+            model,
+            torch.optim.AdamW(model.parameters(), fused=True, **ADAMW),
+            autocast=dtype == "bf16",
+        )
     sharded = {"optimizer_class": torch.optim.AdamW, "parameters_as_bucket_view": True}
     optimizer = ZeroRedundancyOptimizer(model.parameters(), **sharded, fused=True, **ADAMW)
     return usual_step(model, optimizer, autocast=dtype == "bf16")
 
 
 def make_fsdp2(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
-    """`fully_shard` per block; stage 2 keeps the gathered parameters until the backward pass, stage 3 gathers again."""
+    """`fully_shard` per block; stage 2 keeps the gathered parameters until the backward
+    pass, stage 3 gathers again.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -173,7 +195,9 @@ def of_engine(engine: Any) -> Step:
 
 
 def make_deepspeed(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
-    """DeepSpeed with its defaults, but PyTorch's fused AdamW and no clipping (its default is a norm of 1)."""
+    """DeepSpeed with its defaults, but PyTorch's fused AdamW and no clipping (its
+    default is a norm of 1).
+    """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
@@ -256,19 +280,25 @@ ALONE: Contenders = {
     "fzero block": (make_fzero, (0,), "block"),
     "fzero step": (make_fzero, (0,), "step"),
 }
-"""Those that show in one process what compiling gains and holds, without fzero and with it."""
+"""Those that show in one process what compiling gains and holds, without fzero and with
+it.
+"""
 SETS = {"eager": EAGER, "compile": COMPILED, "alone": ALONE}
 
 
 def forget_peak() -> None:
-    """Gives back what compiling left, and counts the most memory from now on (Linux with glibc)."""
+    """Gives back what compiling left, and counts the most memory from now on (Linux
+    with glibc).
+    """
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_resident_mb() -> float:
-    """The most memory this process held since the start, or since `forget_peak` (Linux)."""
+    """The most memory this process held since the start, or since `forget_peak`
+    (Linux).
+    """
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
 
 
@@ -283,10 +313,11 @@ def run_rank(
     folder: Path,
     pipe: Connection,
 ) -> None:
-    """One rank of one contender: sends `ready`, then answers each number of steps with what they measured; 0 ends it.
+    """One rank of one contender: sends `ready`, then answers each number of steps with
+    what they measured; 0 ends it.
 
-    Between blocks it sleeps on the pipe. An error is the last thing it sends. All that is printed goes to a log in
-    `folder`, where the ranks also find each other.
+    Between blocks it sleeps on the pipe. An error is the last thing it sends. All that
+    is printed goes to a log in `folder`, where the ranks also find each other.
     """
     log = os.open(folder / f"{contender}_rank{rank}.log", os.O_WRONLY | os.O_CREAT, 0o644)
     for stream in (1, 2):

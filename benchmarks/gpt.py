@@ -1,4 +1,6 @@
-"""What the contenders train: a plain byte-level GPT in two sizes, and text that every rank can make for itself."""
+"""What the contenders train: a plain byte-level GPT in two sizes, and text that every
+rank can make for itself.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +13,9 @@ VOCAB = 256
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The shape of a model and of one rank's batch: `num_rows` rows of `context` tokens."""
+    """The shape of a model and of one rank's batch: `num_rows` rows of `context`
+    tokens.
+    """
 
     width: int
     num_blocks: int
@@ -21,8 +25,10 @@ class Size:
 
 
 SIZES = {
-    "small": Size(width=384, num_blocks=6, num_heads=6, context=128, num_rows=2),  # 10.9M parameters
-    "large": Size(width=768, num_blocks=8, num_heads=12, context=128, num_rows=2),  # 57.2M parameters
+    # 10.9M parameters
+    "small": Size(width=384, num_blocks=6, num_heads=6, context=128, num_rows=2),
+    # 57.2M parameters
+    "large": Size(width=768, num_blocks=8, num_heads=12, context=128, num_rows=2),
 }
 
 
@@ -40,7 +46,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * size.width, size.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.num_heads, -1))  # row, time, 3, head, feature
+        # row, time, 3, head, feature
+        heads = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.join(mixed.transpose(1, 2).flatten(2))
@@ -48,7 +55,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`model(tokens, targets)` returns the mean cross entropy, so that every contender calls it alike."""
+    """`model(tokens, targets)` returns the mean cross entropy, so that every contender
+    calls it alike.
+    """
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -72,7 +81,9 @@ def first_values(module: nn.Module) -> None:
 
 
 def make_batch(size: Size, *, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Rows that count up by a stride of their own, modulo the vocabulary: easy to learn, so the losses have to fall."""
+    """Rows that count up by a stride of their own, modulo the vocabulary: easy to
+    learn, so the losses have to fall.
+    """
     generator = torch.Generator().manual_seed(1_000 * step + rank)
     first = torch.randint(VOCAB, (size.num_rows, 1), generator=generator)
     stride = torch.randint(1, 9, (size.num_rows, 1), generator=generator)

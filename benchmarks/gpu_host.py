@@ -1,6 +1,8 @@
-"""State in host memory on a card: tokens per second beside a training whose state is on the card, and the largest model.
+"""State in host memory on a card: tokens per second beside a training whose state is on
+the card, and the largest model.
 
-All train with activation checkpointing and so many tokens for each update, so that they do the same work but for the update.
+All train with activation checkpointing and so many tokens for each update, so that they
+do the same work but for the update.
 """
 
 import json
@@ -15,17 +17,23 @@ from gpu_scale import MEGA, Scale, keep, synchronize
 from gpu_speed import config_of, figures, num_params, size_of
 
 HOST_BYTES = {"optimizer on the host": 14, "all on the host": 16}
-"""Bytes of host memory for each parameter: fp32 master and moments, bf16 gradients; and bf16 parameters."""
+"""Bytes of host memory for each parameter: fp32 master and moments, bf16 gradients; and
+bf16 parameters.
+"""
 
 
 def memory_available() -> int:
     """Bytes of host memory that a process may still take."""
-    (line,) = (x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
+    (line,) = (
+        x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable")
+    )
     return 1024 * int(line.split()[1])
 
 
 def rates(scale: Scale) -> dict[str, Any]:
-    """How fast all cores copy memory, and update fp32 parameters by PyTorch's fused AdamW: the limits of state in host memory."""
+    """How fast all cores copy memory, and update fp32 parameters by PyTorch's fused
+    AdamW: the limits of state in host memory.
+    """
     import torch
 
     numel = 2**28 if scale.on_card else 2**20
@@ -35,11 +43,22 @@ def rates(scale: Scale) -> dict[str, Any]:
         "host_adamw_million_per_s": (
             1e-6,
             lambda: torch._fused_adamw_(
-                [param], [grad], [mean], [square], [], [torch.ones(())],
-                lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+                [param],
+                [grad],
+                [mean],
+                [square],
+                [],
+                [torch.ones(())],
+                lr=1e-3,
+                beta1=0.9,
+                beta2=0.999,
+                weight_decay=0.01,
+                eps=1e-8,
+                amsgrad=False,
+                maximize=False,
             ),
         ),
-    }  # fmt: skip
+    }
     found: dict[str, Any] = {"passed": True, "host_threads": torch.get_num_threads()}
     for name, (unit, call) in calls.items():
         call()
@@ -51,7 +70,9 @@ def rates(scale: Scale) -> dict[str, Any]:
 
 
 def native(scale: Scale) -> dict[str, Any]:
-    """The smallest model with its state on the device: what the others are compared with, scaled by their work per token."""
+    """The smallest model with its state on the device: what the others are compared
+    with, scaled by their work per token.
+    """
     found = trained(scale, *scale.host[0], stage=2, zero={})
     if found["passed"]:
         _native_file().write_text(json.dumps(found))
@@ -72,17 +93,28 @@ def on_host(index: int, where: str = "optimizer on the host") -> Callable[[Scale
         needed = HOST_BYTES[where] * num_params(size_of(scale, width, num_blocks))
         if needed > 0.95 * memory_available():
             return {
-                "not_run": f"needs {needed / 2**30:.0f} GiB of host memory, has {memory_available() / 2**30:.0f} GiB"
+                "not_run": (
+                    f"needs {needed / 2**30:.0f} GiB of host memory, has "
+                    f"{memory_available() / 2**30:.0f} GiB"
+                )
             }
         host = {"device": "cpu", "pin_memory": scale.on_card}
-        zero = {"offload_optimizer": host} | ({"offload_param": host} if where == "all on the host" else {})
-        return trained(scale, width, num_blocks, stage=3 if "offload_param" in zero else 2, zero=zero)
+        zero = {"offload_optimizer": host} | (
+            {"offload_param": host} if where == "all on the host" else {}
+        )
+        return trained(
+            scale, width, num_blocks, stage=3 if "offload_param" in zero else 2, zero=zero
+        )
 
     return run
 
 
-def trained(scale: Scale, width: int, num_blocks: int, *, stage: int, zero: dict[str, Any]) -> dict[str, Any]:
-    """Some steps of a model that is made on `meta`; kept after each, should the row be cut off."""
+def trained(
+    scale: Scale, width: int, num_blocks: int, *, stage: int, zero: dict[str, Any]
+) -> dict[str, Any]:
+    """Some steps of a model that is made on `meta`; kept after each, should the row be
+    cut off.
+    """
     import resource
 
     import torch
@@ -110,20 +142,28 @@ def trained(scale: Scale, width: int, num_blocks: int, *, stage: int, zero: dict
         seconds.append(time.perf_counter() - start)
         if index == 0:
             continue
-        found = {"init_s": init_s, "first_step_s": seconds[0], "steps_s": seconds[1:], "loss": float(metrics.loss)}
+        found = {
+            "init_s": init_s,
+            "first_step_s": seconds[0],
+            "steps_s": seconds[1:],
+            "loss": float(metrics.loss),
+        }
         found |= figures(size, min(seconds[1:]), num_tokens)
         found["passed"] = math.isfinite(found["loss"])
         found["host_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         if scale.on_card:
             found["peak_mib"] = torch.cuda.max_memory_allocated() / MEGA
-        if _native_file().exists():  # operations per second are compared: this scales by the work of a token
+        # operations per second are compared: this scales by the work of a token
+        if _native_file().exists():
             found["of_native"] = found["tflops"] / json.loads(_native_file().read_text())["tflops"]
         keep(found)
     return found | {"ranges_ms": ranges_of(lambda: step(state, batch), scale)}
 
 
 def ranges_of(call: Callable[[], Any], scale: Scale) -> dict[str, float]:
-    """The parts of a step that fzero names in a trace, and the milliseconds that the host spends in each; they may be nested."""
+    """The parts of a step that fzero names in a trace, and the milliseconds that the
+    host spends in each; they may be nested.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -1,4 +1,6 @@
-"""A lane of `gpu.py`: rows that run one after the other in a process, which is started anew when a row has failed or hangs."""
+"""A lane of `gpu.py`: rows that run one after the other in a process, which is started
+anew when a row has failed or hangs.
+"""
 
 import json
 import os
@@ -16,7 +18,9 @@ SECONDS_TO_START = 60
 
 
 def forget_compiled(folder: Path) -> None:
-    """Removes what was compiled: a compiler that was killed leaves locks and empty files, on which later ones wait or fail."""
+    """Removes what was compiled: a compiler that was killed leaves locks and empty
+    files, on which later ones wait or fail.
+    """
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -31,7 +35,9 @@ def started(mark: str) -> list[int]:
 
 
 def end_all(mark: str) -> None:
-    """Ends all processes of a mark, also those with a session or a process group of their own: ranks, and compilers."""
+    """Ends all processes of a mark, also those with a session or a process group of
+    their own: ranks, and compilers.
+    """
     until = time.time() + 10
     while (left := started(mark)) and time.time() < until:
         for process in left:
@@ -55,7 +61,13 @@ class Lane:
         environment: dict[str, str],
         until: float,
     ) -> None:
-        self.name, self.command, self.limits, self.files, self.until = name, command, limits, files, until
+        self.name, self.command, self.limits, self.files, self.until = (
+            name,
+            command,
+            limits,
+            files,
+            until,
+        )
         self.mark = f"{os.environ['GPU_RUN']} {name}"
         self.environment = environment | {"GPU_LANE": self.mark}
         self.left, self.num_at_start = list(limits), len(limits)
@@ -71,12 +83,15 @@ class Lane:
             if self.left:
                 yield from self._start()
             return
-        has_ended = self.process.poll() is not None  # asked first, so that all it has written is read
+        # asked first, so that all it has written is read
+        has_ended = self.process.poll() is not None
         while self.left and (row := self._read(self.left[0])).get("ended"):
             self.begun_at = time.time()
             yield self.left.pop(0), row
         if has_ended:
-            if self.left and ("begun" in self._read(self.left[0]) or len(self.left) == self.num_at_start):
+            if self.left and (
+                "begun" in self._read(self.left[0]) or len(self.left) == self.num_at_start
+            ):
                 yield from self._cut(f"exit {self.process.returncode}: {self._last_line()}")
             self.process = None
             return
@@ -99,9 +114,15 @@ class Lane:
         if self.left:
             name, row = self.left[0], self._read(self.left[0])
             if "passed" in row:
-                yield name, row | {"error": why, "seconds": time.time() - row["begun"], "ended": True}
+                yield (
+                    name,
+                    row | {"error": why, "seconds": time.time() - row["begun"], "ended": True},
+                )
             elif "begun" in row:
-                yield name, row | {"not_run": why, "seconds": time.time() - row["begun"], "ended": True}
+                yield (
+                    name,
+                    row | {"not_run": why, "seconds": time.time() - row["begun"], "ended": True},
+                )
         self.left, self.process = [], None
 
     def _start(self) -> Iterator[Found]:
@@ -121,15 +142,24 @@ class Lane:
         yield from ()
 
     def _cut(self, why: str) -> Iterator[Found]:
-        """The row under way has not ended by itself: what it kept, why it ended, and the last lines of its process."""
+        """The row under way has not ended by itself: what it kept, why it ended, and
+        the last lines of its process.
+        """
         name = self.left.pop(0)
         row = self._read(name)
         seconds = time.time() - row.get("begun", self.begun_at)
         text = self.log.read_text(errors="replace")[-6000:]
-        yield name, {"passed": False} | row | {"error": why, "traceback": text, "seconds": seconds, "ended": True}
+        yield (
+            name,
+            {"passed": False}
+            | row
+            | {"error": why, "traceback": text, "seconds": seconds, "ended": True},
+        )
 
     def _end_process(self) -> None:
-        """Ends the process and all that it started. Its threads' stacks go to the log first."""
+        """Ends the process and all that it started. Its threads' stacks go to the log
+        first.
+        """
         if self.process is not None and self.process.poll() is None:
             with suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGUSR1)

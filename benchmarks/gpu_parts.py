@@ -1,8 +1,10 @@
-"""The parts of `gpu.py`, in the order of their worth: rows in lanes, and the seconds of each.
+"""The parts of `gpu.py`, in the order of their worth: rows in lanes, and the seconds of
+each.
 
-A row is a function of a `Scale` that returns a dictionary for the results: `passed` and what was measured, or `not_run` and
-why. The rows of a lane run one after the other, in one process as long as none fails; lanes run beside each other as far as
-the machine has cores. Speeds have a lane to themselves.
+A row is a function of a `Scale` that returns a dictionary for the results: `passed` and
+what was measured, or `not_run` and why. The rows of a lane run one after the other, in
+one process as long as none fails; lanes run beside each other as far as the machine has
+cores. Speeds have a lane to themselves.
 """
 
 from collections.abc import Callable
@@ -29,7 +31,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`seconds`: of a call with this part alone, on a card; what is not reached then is for the next call."""
+    """`seconds`: of a call with this part alone, on a card; what is not reached then is
+    for the next call.
+    """
 
     seconds: int
     about: str
@@ -86,12 +90,15 @@ SPEED = {
     "fzero, stage 2, block": Row(speed.fzero_contender(2, "block"), 60),
     "fzero, stage 1, step": Row(speed.fzero_contender(1, "step"), 120),
     "fzero, stage 2, step": Row(speed.fzero_contender(2, "step"), 120),
-    GRAPH: Row(speed.plain(compiled=True, graph=True), 60),  # on one card its capture ended the process
+    # on one card its capture ended the process
+    GRAPH: Row(speed.plain(compiled=True, graph=True), 60),
     "plain, eager, CUDA graph": Row(speed.plain(graph=True), 40),
     "idle times, plain": Row(speed.gaps(partial(speed.plain_contender, compiled=False)), 40),
     "idle times, fzero, stage 0": Row(speed.gaps(partial(speed.fzero_step, stage=0)), 40),
     "idle times, fzero, stage 3": Row(speed.gaps(partial(speed.fzero_step, stage=3)), 40),
-    "idle times, fzero, stage 3, block": Row(speed.gaps(partial(speed.fzero_step, stage=3, how="block")), 40),
+    "idle times, fzero, stage 3, block": Row(
+        speed.gaps(partial(speed.fzero_step, stage=3, how="block")), 40
+    ),
     "planned peaks": Row(speed.planned, 120, "beside"),
 }
 NATIVE = "1.3B, state on the device"
@@ -111,5 +118,7 @@ PARTS = {
     "tests": Part(200, "laws of tests/ on the device", {"tests": Row(run_tests, 200)}),
 }
 TOTAL = 590
-"""Seconds of a call with all parts: ten minutes less what it takes to end. Each part then has its share."""
+"""Seconds of a call with all parts: ten minutes less what it takes to end. Each part
+then has its share.
+"""
 GOALS = {"of the best plain loop": 1.0, "idle": 0.03, "host state": 0.6, "planned peak": 0.05}

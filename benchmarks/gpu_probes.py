@@ -1,7 +1,9 @@
-"""Which of fzero's paths work on a card at all: one small probe of each, in seconds, before anything is measured.
+"""Which of fzero's paths work on a card at all: one small probe of each, in seconds,
+before anything is measured.
 
-A probe is a function of a `Scale` that raises, or returns what it found with `passed`. Without a card those that have
-a meaning there run on the processor; the others say that they need one.
+A probe is a function of a `Scale` that raises, or returns what it found with `passed`.
+Without a card those that have a meaning there run on the processor; the others say that
+they need one.
 """
 
 import os
@@ -9,7 +11,17 @@ import time
 import warnings
 from typing import Any
 
-from gpu_scale import ADAMW, PRECISIONS, SGD, Scale, difference, forget, plain_training, small_training, synchronize
+from gpu_scale import (
+    ADAMW,
+    PRECISIONS,
+    SGD,
+    Scale,
+    difference,
+    forget,
+    plain_training,
+    small_training,
+    synchronize,
+)
 
 NEEDS_CARD = {"not_run": "needs a card"}
 HOST = {"device": "cpu", "pin_memory": True}
@@ -21,7 +33,7 @@ def close(name: str, found: float, most: float) -> dict[str, Any]:
     return {"passed": bool(found <= most), "rows": [{"check": name, "found": found, "most": most}]}
 
 
-# --- what the card is ------------------------------------------------------------------------------------------------
+# --- what the card is -----------------------------------------------------------------------------
 
 
 def card(scale: Scale) -> dict[str, Any]:
@@ -32,7 +44,11 @@ def card(scale: Scale) -> dict[str, Any]:
     found: dict[str, Any] = {"passed": True, "product_tflops": rate_of_products(scale) / 1e12}
     if scale.on_card:
         card = torch.cuda.get_device_properties(0)
-        found |= {"card": card.name, "capability": f"{card.major}.{card.minor}", "gib": card.total_memory / 2**30}
+        found |= {
+            "card": card.name,
+            "capability": f"{card.major}.{card.minor}",
+            "gib": card.total_memory / 2**30,
+        }
         host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
         device = torch.empty(2**28, dtype=torch.uint8, device="cuda")
         for name, pair in (("host_to_device", (device, host)), ("device_to_host", (host, device))):
@@ -46,19 +62,23 @@ def card(scale: Scale) -> dict[str, Any]:
     return found
 
 
-# --- eager steps -----------------------------------------------------------------------------------------------------
+# --- eager steps ----------------------------------------------------------------------------------
 
 
 def first_step(scale: Scale) -> dict[str, Any]:
     """Stage 0 in fp32 with SGD against a plain loop."""
     found = small_training(scale.device, stage=0, optimizer=SGD)
     return close(
-        "largest difference of a weight from a plain loop", difference(found, plain_training(scale.device)), 1e-6
+        "largest difference of a weight from a plain loop",
+        difference(found, plain_training(scale.device)),
+        1e-6,
     )
 
 
 def transfers(scale: Scale) -> dict[str, Any]:
-    """Shards and gradients that cross between the memories on streams of their own, against state on the device."""
+    """Shards and gradients that cross between the memories on streams of their own,
+    against state on the device.
+    """
     expected = small_training(scale.device, stage=3, optimizer=SGD)
     found = small_training(scale.device, stage=3, optimizer=SGD, zero=ALL_ON_HOST)
     return close("difference from state on the device", difference(found, expected), 1e-6)
@@ -78,18 +98,24 @@ def pinned(scale: Scale) -> dict[str, Any]:
     step = fzero.make_train_step(GPT(size).to(scale.device), cfg)
     state, grown = step.init(), list[int]()
     for index in range(4):
-        state, _ = step(state, tuple(x.to(scale.device) for x in make_batch(size, step=index, rank=0)))
+        state, _ = step(
+            state, tuple(x.to(scale.device) for x in make_batch(size, step=index, rank=0))
+        )
         synchronize(scale.device)
         if scale.on_card:
             grown.append(torch.cuda.host_memory_stats().get("allocated_bytes.current", -1))
     crossing = [x.is_pinned() for x in optree.tree_leaves((state.params, state.grads))]
-    found = [{"pinned": sum(crossing), "of": len(crossing), "bytes pinned after each step": str(grown)}]
+    found = [
+        {"pinned": sum(crossing), "of": len(crossing), "bytes pinned after each step": str(grown)}
+    ]
     passed = all(crossing) and len({*grown[1:]}) <= 1 if scale.on_card else bool(crossing)
     return {"passed": passed, "rows": found}
 
 
 def waits(scale: Scale) -> dict[str, Any]:
-    """How often the host waits for the device in a step that has learned its order, and where; the goal is never."""
+    """How often the host waits for the device in a step that has learned its order, and
+    where; the goal is never.
+    """
     if not scale.on_card:
         return NEEDS_CARD
     rows = []
@@ -97,7 +123,11 @@ def waits(scale: Scale) -> dict[str, Any]:
         for stage in (0, 3):
             found = waits_of_step(stage, PRECISIONS[precision])
             rows.append(
-                {"step": f"{precision}, stage {stage}", "waits": len(found), "where": "; ".join(sorted({*found}))}
+                {
+                    "step": f"{precision}, stage {stage}",
+                    "waits": len(found),
+                    "where": "; ".join(sorted({*found})),
+                }
             )
     return {"passed": not any(row["waits"] for row in rows), "rows": rows}
 
@@ -128,14 +158,19 @@ def waits_of_step(stage: int, precision: dict[str, Any], after: int = 2) -> list
 
 
 def overflow(scale: Scale) -> dict[str, Any]:
-    """fp16 with a loss scale that overflows: updates are skipped, the scale falls, and then it trains; all without a wait."""
+    """fp16 with a loss scale that overflows: updates are skipped, the scale falls, and
+    then it trains; all without a wait.
+    """
     import torch
     from gpt import GPT, Size, make_batch
     from gpu_speed import config_of
 
     import fzero
 
-    size, fp16 = Size(64, 2, 2, 32, 2), {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
+    size, fp16 = (
+        Size(64, 2, 2, 32, 2),
+        {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}},
+    )
     cfg = config_of(size, 2) | {"bf16": {"enabled": False}} | fp16
     step = fzero.make_train_step(GPT(size).to(scale.device), cfg)
     state, scales, skipped = step.init(), list[float](), list[bool]()
@@ -146,10 +181,23 @@ def overflow(scale: Scale) -> dict[str, Any]:
         found.append((metrics.loss_scale, metrics.overflow))
     scales, skipped = [float(x) for x, _ in found], [bool(x) for _, x in found]
     waited = waits_of_step(2, fp16) if scale.on_card else []
-    passed = skipped[0] and not skipped[-1] and scales[-1] < scales[0] and int(state.step) == 16 - sum(skipped)
+    passed = (
+        skipped[0]
+        and not skipped[-1]
+        and scales[-1] < scales[0]
+        and int(state.step) == 16 - sum(skipped)
+    )
     finite = all(bool(torch.isfinite(x).all()) for x in state.params.values())
-    row = {"skipped": sum(skipped), "of": 16, "last scale": scales[-1], "weights are finite": finite}
-    return {"passed": passed and finite, "rows": [row | {"waits": len(waited), "where": "; ".join(sorted({*waited}))}]}
+    row = {
+        "skipped": sum(skipped),
+        "of": 16,
+        "last scale": scales[-1],
+        "weights are finite": finite,
+    }
+    return {
+        "passed": passed and finite,
+        "rows": [row | {"waits": len(waited), "where": "; ".join(sorted({*waited}))}],
+    }
 
 
 def random_numbers(scale: Scale) -> dict[str, Any]:
@@ -165,21 +213,31 @@ def random_numbers(scale: Scale) -> dict[str, Any]:
     def losses(seed: int) -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 1)).to(scale.device)
-        step = fzero.make_train_step(model, cfg, seed=seed, loss_fn=lambda model, x: model(x).square().mean())
+        step = fzero.make_train_step(
+            model, cfg, seed=seed, loss_fn=lambda model, x: model(x).square().mean()
+        )
         state, found = step.init(), []
         for _ in range(3):
-            torch.randn(5, device=scale.device)  # the script's own numbers must not change the step's
+            # the script's own numbers must not change the step's
+            torch.randn(5, device=scale.device)
             state, metrics = step(state, batch)
             found.append(metrics.loss.item())
-        assert not scale.on_card or "cuda" in state.rng, f"the state has the generators {[*state.rng]} only"
+        assert not scale.on_card or "cuda" in state.rng, (
+            f"the state has the generators {[*state.rng]} only"
+        )
         return found
 
     first, again, other = losses(1), losses(1), losses(2)
-    return {"passed": first == again != other, "rows": [{"losses": str(first), "another seed": str(other)}]}
+    return {
+        "passed": first == again != other,
+        "rows": [{"losses": str(first), "another seed": str(other)}],
+    }
 
 
 def kernels(scale: Scale) -> dict[str, Any]:
-    """The fused AdamW and foreach clipping of the device against those of the processor."""
+    """The fused AdamW and foreach clipping of the device against those of the
+    processor.
+    """
     import torch
 
     def updated(device: str) -> list[Any]:
@@ -196,19 +254,27 @@ def kernels(scale: Scale) -> dict[str, Any]:
 
     pairs = zip(updated(scale.device), updated("cpu"), strict=True)
     return close(
-        "largest relative difference", max(float(((x - y) / (1 + y.abs())).abs().max()) for x, y in pairs), 1e-5
+        "largest relative difference",
+        max(float(((x - y) / (1 + y.abs())).abs().max()) for x, y in pairs),
+        1e-5,
     )
 
 
 def recomputed(scale: Scale) -> dict[str, Any]:
     """Activation checkpointing gives the same bits."""
-    runs = [small_training(scale.device, stage=3, precision=PRECISIONS["bf16"], checkpoint=x) for x in (None, 1, 2)]
+    runs = [
+        small_training(scale.device, stage=3, precision=PRECISIONS["bf16"], checkpoint=x)
+        for x in (None, 1, 2)
+    ]
     return close("difference", max(difference(run, runs[0]) for run in runs), 0)
 
 
 def accumulated(scale: Scale) -> dict[str, Any]:
     """Two micro-steps in stages 2 and 3 have the bits of stage 0."""
-    keys = PRECISIONS["bf16"] | {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
+    keys = PRECISIONS["bf16"] | {
+        "gradient_accumulation_steps": 2,
+        "train_micro_batch_size_per_gpu": 2,
+    }
     runs = [small_training(scale.device, stage=stage, precision=keys) for stage in (0, 2, 3)]
     return close("difference from stage 0", max(difference(run, runs[0]) for run in runs), 0)
 
@@ -233,12 +299,14 @@ def _simulated(scale: Scale, how: str) -> tuple[float, float]:
     results: list[dict[str, Any]] = []
     for stage in (0, 1, 3):
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3))).to(
-            scale.device
-        )
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3))
+        ).to(scale.device)
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         cfg = {"optimizer": SGD, "zero_optimization": zero}
-        step = fzero.make_train_step(model, cfg, loss_fn=lambda model, x: (model(x) - x).square().mean())
+        step = fzero.make_train_step(
+            model, cfg, loss_fn=lambda model, x: (model(x) - x).square().mean()
+        )
         ranks = fzero.simulate(step, num_ranks, by=how)  # type: ignore[arg-type]
         state = ranks.init()
         for index in range(3):
@@ -271,7 +339,9 @@ def generation(scale: Scale) -> dict[str, Any]:
 
 
 def out_of_memory(scale: Scale) -> dict[str, Any]:
-    """The error of a step that is too large for the card, and that the same process trains on after it."""
+    """The error of a step that is too large for the card, and that the same process
+    trains on after it.
+    """
     import torch
     from gpt import GPT, Size, make_batch
     from gpu_speed import config_of
@@ -298,7 +368,7 @@ def out_of_memory(scale: Scale) -> dict[str, Any]:
     return {"passed": after[0] == after[0], "rows": [{"says": said[:600]}]}
 
 
-# --- compiled --------------------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 
 def compiled(how: str, backend: str | None = None) -> Any:
@@ -325,25 +395,33 @@ def flex_attention(scale: Scale) -> dict[str, Any]:
     results = []
     for backend in ("blocks", "flex"):
         generator = torch.Generator().manual_seed(0)
-        qkv = [torch.randn(2, 2, 512, 64, generator=generator).cuda().requires_grad_() for _ in range(3)]
+        qkv = [
+            torch.randn(2, 2, 512, 64, generator=generator).cuda().requires_grad_()
+            for _ in range(3)
+        ]
         out = sparse_attention(*qkv, layout, block=64, backend=backend)  # type: ignore[arg-type]
         out.square().sum().backward()
         results.append([out.detach(), *(x.grad for x in qkv)])
     found = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(*results, strict=True))
-    return close("largest relative difference", found, 1e-2)  # Triton's products of fp32 may use TF32
+    # Triton's products of fp32 may use TF32
+    return close("largest relative difference", found, 1e-2)
 
 
-# --- between ranks ---------------------------------------------------------------------------------------------------
+# --- between ranks --------------------------------------------------------------------------------
 
 
 def collectives(scale: Scale) -> dict[str, Any]:
-    """The process group of one rank, made as jobs make it, and each collective that fzero calls, waited for and not."""
+    """The process group of one rank, made as jobs make it, and each collective that
+    fzero calls, waited for and not.
+    """
     import torch
     import torch.distributed as dist
 
     import fzero
 
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()
+    )
     start = time.perf_counter()
     fzero.join(scale.device)
     x = torch.arange(1024.0, device=scale.device)
@@ -365,7 +443,13 @@ def collectives(scale: Scale) -> dict[str, Any]:
                 work.wait()
             rows.append({"collective": name, "async": is_async, "right": bool(out.equal(x))})
     fzero.shutdown()
-    rows.append({"collective": f"group and all of it, {time.perf_counter() - start:.1f} s", "async": "", "right": True})
+    rows.append(
+        {
+            "collective": f"group and all of it, {time.perf_counter() - start:.1f} s",
+            "async": "",
+            "right": True,
+        }
+    )
     return {"passed": all(row["right"] for row in rows), "rows": rows}
 
 
@@ -382,7 +466,9 @@ def joined_training(scale: Scale) -> dict[str, Any]:
     import fzero
 
     alone = small_training(scale.device, stage=3, precision=PRECISIONS["bf16"])
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()
+    )
     fzero.join(scale.device)
     try:
         found = small_training(scale.device, stage=3, precision=PRECISIONS["bf16"])

@@ -1,6 +1,8 @@
-"""The rows of `gpu.py` with several ranks: the laws between ranks, and the report of a rank that does not come.
+"""The rows of `gpu.py` with several ranks: the laws between ranks, and the report of a
+rank that does not come.
 
-A row starts a job of one rank per card (NCCL; with `--tiny` two processes on gloo) by `fzero run`, whose script is this file:
+A row starts a job of one rank per card (NCCL; with `--tiny` two processes on gloo) by
+`fzero run`, whose script is this file:
 
     python benchmarks/gpu_ranks.py JOB DEVICE      the program of each rank
 
@@ -16,7 +18,9 @@ from typing import Any
 
 MOST_RANKS = 8
 SECONDS_TO_WAIT = {"cpu": 5, "cuda": 20}
-"""How long a collective waits for a rank in `hang`; on CUDA a rank asks 10 seconds before."""
+"""How long a collective waits for a rank in `hang`; on CUDA a rank asks 10 seconds
+before.
+"""
 FOUND = "found: "
 
 
@@ -48,37 +52,58 @@ def run_job(job: str, device: str, *flags: str, ranks: int = 0) -> tuple[int, st
 
 
 def between_ranks(scale: Any) -> dict[str, Any]:
-    """All stages in fp32 and bf16 between ranks: the bits of stage 0, and the weights of all ranks alike."""
+    """All stages in fp32 and bf16 between ranks: the bits of stage 0, and the weights
+    of all ranks alike.
+    """
     if num_ranks(scale.device) < 2:
-        return {"not_run": "needs two cards, for NCCL takes one rank for each card; this machine has one"}
+        return {
+            "not_run": (
+                "needs two cards, for NCCL takes one rank for each card; this machine has one"
+            )
+        }
     code, text, found = run_job("laws", scale.device)
     return found or {"passed": False, "error": f"exit {code}: {_last_line(text)}"}
 
 
 def hang(scale: Any) -> dict[str, Any]:
-    """The last rank stays away from a step: the others must name it, and the job must end.
+    """The last rank stays away from a step: the others must name it, and the job must
+    end.
 
-    NCCL takes one rank for each card, so with a single card the ranks are on the processor.
+    NCCL takes one rank for each card, so with a single card the ranks are on the
+    processor.
     """
     device = scale.device if num_ranks(scale.device) > 1 else "cpu"
     code, text, _ = run_job("hang", device, "--timeout", str(SECONDS_TO_WAIT[device]))
     missing = f"rank {num_ranks(device) - 1} "
-    named = [line[line.index(missing) :] for line in text.splitlines() if missing in line and "has not come" in line]
+    named = [
+        line[line.index(missing) :]
+        for line in text.splitlines()
+        if missing in line and "has not come" in line
+    ]
     row = {"ranks": f"{num_ranks(device)} on {device}"}
     row |= {"report": named[0][:300]} if named else {"error": f"exit {code}: {_last_line(text)}"}
     return {"passed": bool(named) and code != 0, "rows": [row]}
 
 
 def absent(scale: Any) -> dict[str, Any]:
-    """As `hang`, with NCCL on one card: the rank that stays away comes into the group and to no collective of it, so that its
-    card is never asked for. (NCCL takes no two ranks on one card.)"""
+    """As `hang`, with NCCL on one card: the rank that stays away comes into the group
+    and to no collective of it, so that its card is never asked for. (NCCL takes no two
+    ranks on one card.)"""
     if not scale.on_card:
         return {"not_run": "needs a card"}
-    code, text, _ = run_job("absent", scale.device, "--timeout", str(SECONDS_TO_WAIT["cuda"]), ranks=2)
+    code, text, _ = run_job(
+        "absent", scale.device, "--timeout", str(SECONDS_TO_WAIT["cuda"]), ranks=2
+    )
     named = [
-        line[line.index("rank 1 ") :] for line in text.splitlines() if "rank 1 " in line and "has not come" in line
+        line[line.index("rank 1 ") :]
+        for line in text.splitlines()
+        if "rank 1 " in line and "has not come" in line
     ]
-    row = {"report": named[0][:300]} if named else {"error": f"exit {code}: {_last_line(text)}", "end": text[-1500:]}
+    row = (
+        {"report": named[0][:300]}
+        if named
+        else {"error": f"exit {code}: {_last_line(text)}", "end": text[-1500:]}
+    )
     return {"passed": bool(named) and code != 0, "rows": [row]}
 
 
@@ -86,7 +111,7 @@ def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["it wrote nothing"])[-1][:300]
 
 
-# --- the program of each rank ---------------------------------------------------------------------------------------
+# --- the program of each rank ---------------------------------------------------------------------
 
 
 def main() -> None:
@@ -101,15 +126,18 @@ def main() -> None:
     elif device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     axis = fzero.join(device)
-    found = {"laws": laws, "hang": stay_away, "absent": never_come}[job](axis.rank, axis.size, device)
+    found = {"laws": laws, "hang": stay_away, "absent": never_come}[job](
+        axis.rank, axis.size, device
+    )
     if axis.rank == 0:
         print(FOUND + json.dumps(found), flush=True)
     fzero.shutdown()
 
 
 def group_of_one_card() -> None:
-    """Two ranks in a group of NCCL with one card: a group that is bound to no card connects in its first collective, and only
-    there would NCCL find that two ranks have one card, if both came to it."""
+    """Two ranks in a group of NCCL with one card: a group that is bound to no card
+    connects in its first collective, and only there would NCCL find that two ranks have
+    one card, if both came to it."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -119,21 +147,34 @@ def group_of_one_card() -> None:
 
 
 def laws(rank: int, size: int, device: str) -> dict[str, Any]:
-    """Each rank trains on its own batches; stages 1 to 3 against stage 0, and this rank's weights against rank 0's."""
+    """Each rank trains on its own batches; stages 1 to 3 against stage 0, and this
+    rank's weights against rank 0's.
+    """
     import torch
     import torch.distributed as dist
     from gpu_scale import PRECISIONS, Laws, difference, small_training
 
     made = Laws()
     for precision in ("fp32", "bf16"):
-        runs = [small_training(device, stage=stage, precision=PRECISIONS[precision], rank=rank) for stage in range(4)]
+        runs = [
+            small_training(device, stage=stage, precision=PRECISIONS[precision], rank=rank)
+            for stage in range(4)
+        ]
         differences = [difference(run, runs[0]) for run in runs[1:]]
-        sums = torch.stack([sum(x.double().sum() for x in run["weights"].values()) for run in runs]).to(device)
+        sums = torch.stack(
+            [sum(x.double().sum() for x in run["weights"].values()) for run in runs]
+        ).to(device)
         every = [torch.empty_like(sums) for _ in range(size)]
         dist.all_gather(every, sums)
         for stage, most in enumerate(differences, 1):
-            made.check(f"{size} ranks, {precision}, stage {stage}, difference from stage 0", most, 0)
-        made.check(f"{size} ranks, {precision}, ranks whose weights differ", sum(not x.equal(sums) for x in every), 0)
+            made.check(
+                f"{size} ranks, {precision}, stage {stage}, difference from stage 0", most, 0
+            )
+        made.check(
+            f"{size} ranks, {precision}, ranks whose weights differ",
+            sum(not x.equal(sums) for x in every),
+            0,
+        )
     return made.result()
 
 

@@ -1,6 +1,7 @@
 """What the rows of `gpu.py` share: how large they are, a small training, and checks.
 
-torch is imported inside of the functions, since the command must be able to say that it is missing.
+torch is imported inside of the functions, since the command must be able to say that it
+is missing.
 """
 
 import gc
@@ -68,7 +69,9 @@ def synchronize(device: str) -> None:
 
 
 def repeatable() -> None:
-    """Makes operators give the same bits each time: those of attention that are fused add in another order each time."""
+    """Makes operators give the same bits each time: those of attention that are fused
+    add in another order each time.
+    """
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)  # cuBLAS reads CUBLAS_WORKSPACE_CONFIG
@@ -99,19 +102,26 @@ SGD = {"type": "SGD", "params": {"lr": 0.1}}
 def small_training(
     device: str, num_steps: int = 4, folder: Path | None = None, rank: int = 0, **how: Any
 ) -> dict[str, Any]:
-    """The losses and the weights of a small GPT, trained by fzero; with a folder it is saved and resumed half-way."""
+    """The losses and the weights of a small GPT, trained by fzero; with a folder it is
+    saved and resumed half-way.
+    """
     import torch
     from gpt import GPT, Size, make_batch
 
     import fzero
 
     size = Size(width=64, num_blocks=3, num_heads=4, context=32, num_rows=4)
-    zero, precision, optimizer = how.pop("zero", {}), how.pop("precision", {}), how.pop("optimizer", ADAMW)
+    zero, precision, optimizer = (
+        how.pop("zero", {}),
+        how.pop("precision", {}),
+        how.pop("optimizer", ADAMW),
+    )
     cfg = {
         "train_micro_batch_size_per_gpu": size.num_rows,
         "optimizer": optimizer,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": how.pop("stage"), "stage3_param_persistence_threshold": 0} | zero,
+        "zero_optimization": {"stage": how.pop("stage"), "stage3_param_persistence_threshold": 0}
+        | zero,
     }
 
     def made() -> Any:
@@ -128,11 +138,16 @@ def small_training(
         batch = tuple(x.to(device) for x in make_batch(size, step=number, rank=rank))
         state, metrics = step(state, batch)
         losses.append(metrics.loss)
-    return {"losses": [float(x) for x in losses], "weights": {k: x.cpu() for k, x in step.gather(state).items()}}
+    return {
+        "losses": [float(x) for x in losses],
+        "weights": {k: x.cpu() for k, x in step.gather(state).items()},
+    }
 
 
 def plain_training(device: str, num_steps: int = 4) -> dict[str, Any]:
-    """The same training by a loop without fzero, in fp32, with SGD: AdamW divides rounding by rounding where a gradient is 0."""
+    """The same training by a loop without fzero, in fp32, with SGD: AdamW divides
+    rounding by rounding where a gradient is 0.
+    """
     import torch
     from gpt import GPT, Size, make_batch
 
@@ -148,11 +163,16 @@ def plain_training(device: str, num_steps: int = 4) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.detach())
-    return {"losses": [float(x) for x in losses], "weights": {k: x.cpu() for k, x in model.state_dict().items()}}
+    return {
+        "losses": [float(x) for x in losses],
+        "weights": {k: x.cpu() for k, x in model.state_dict().items()},
+    }
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any], but: str = "-") -> float:
-    """The largest difference of two weights, `but` for those of a name; NaN if one has a NaN, which `max` may pass over."""
+    """The largest difference of two weights, `but` for those of a name; NaN if one has
+    a NaN, which `max` may pass over.
+    """
     import torch
 
     named = [(x, expected["weights"][k]) for k, x in found["weights"].items() if but not in k]
@@ -166,7 +186,9 @@ class Laws:
         self.rows: list[dict[str, Any]] = []
 
     def check(self, name: str, found: float, most: float) -> None:
-        self.rows.append({"name": name, "found": found, "most": most, "passed": bool(found <= most)})
+        self.rows.append(
+            {"name": name, "found": found, "most": most, "passed": bool(found <= most)}
+        )
 
     def result(self) -> dict[str, Any]:
         return {"passed": all(row["passed"] for row in self.rows), "laws": self.rows}

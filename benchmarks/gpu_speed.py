@@ -1,6 +1,8 @@
-"""The speed of `gpu.py`: contenders that train one GPT in bf16 with fp32 masters and AdamW, and the idle times of one step.
+"""The speed of `gpu.py`: contenders that train one GPT in bf16 with fp32 masters and
+AdamW, and the idle times of one step.
 
-All train 6 floating-point operations per parameter and token, and those of causal attention; a share of `PEAK` is of these.
+All train 6 floating-point operations per parameter and token, and those of causal
+attention; a share of `PEAK` is of these.
 """
 
 import json
@@ -13,7 +15,9 @@ from typing import Any
 from gpu_scale import MEGA, Scale, keep, own_folder, synchronize
 
 PEAK = 989e12
-"""Floating-point operations per second of an H100's or H200's bf16 matrix units, by its maker, without sparsity."""
+"""Floating-point operations per second of an H100's or H200's bf16 matrix units, by its
+maker, without sparsity.
+"""
 NUM_ROUNDS = 3
 Step = Callable[[Any], Any]
 """Trains on a batch and returns its loss."""
@@ -23,7 +27,9 @@ def size_of(scale: Scale, width: int = 0, num_blocks: int = 0) -> Any:
     from gpt import Size
 
     width = width or scale.width
-    return Size(width, num_blocks or scale.num_blocks, width // 128 or 1, scale.context, scale.num_rows)
+    return Size(
+        width, num_blocks or scale.num_blocks, width // 128 or 1, scale.context, scale.num_rows
+    )
 
 
 def num_params(size: Any) -> int:
@@ -41,7 +47,10 @@ def rate_of_products(scale: Scale) -> float:
     """The floating-point operations per second of a large bf16 matrix product."""
     import torch
 
-    x, y = (torch.randn(scale.product, scale.product, device=scale.device, dtype=torch.bfloat16) for _ in range(2))
+    x, y = (
+        torch.randn(scale.product, scale.product, device=scale.device, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
     seconds = []
     for _ in range(6):
         synchronize(scale.device)
@@ -53,7 +62,9 @@ def rate_of_products(scale: Scale) -> float:
 
 
 def timed(scale: Scale, make: Callable[[Any], Step]) -> dict[str, Any]:
-    """Tokens per second, peak and last loss of one contender; kept after each round, should the row be cut off."""
+    """Tokens per second, peak and last loss of one contender; kept after each round,
+    should the row be cut off.
+    """
     import torch
     from gpt import make_batch
 
@@ -61,7 +72,9 @@ def timed(scale: Scale, make: Callable[[Any], Step]) -> dict[str, Any]:
     torch.manual_seed(0)
     start = time.perf_counter()
     step = make(size)
-    batches = [tuple(x.to(scale.device) for x in make_batch(size, step=i, rank=0)) for i in range(2)]
+    batches = [
+        tuple(x.to(scale.device) for x in make_batch(size, step=i, rank=0)) for i in range(2)
+    ]
     synchronize(scale.device)
     made = time.perf_counter() - start
     loss = step(batches[0])  # compiles
@@ -75,7 +88,8 @@ def timed(scale: Scale, make: Callable[[Any], Step]) -> dict[str, Any]:
     rounds, found = list[float](), dict[str, Any]()
     for _ in range(NUM_ROUNDS):
         start = time.perf_counter()
-        for index in range(scale.num_steps):  # the host may be ahead of the device, as in a training
+        # the host may be ahead of the device, as in a training
+        for index in range(scale.num_steps):
             loss = step(batches[index % 2])
         synchronize(scale.device)
         rounds.append((time.perf_counter() - start) / scale.num_steps)
@@ -100,11 +114,13 @@ def figures(size: Any, seconds: float, num_tokens: int) -> dict[str, Any]:
     }
 
 
-# --- contenders without fzero ----------------------------------------------------------------------------------------
+# --- contenders without fzero ---------------------------------------------------------------------
 
 
 def plain(compiled: bool = False, graph: bool = False) -> Callable[[Scale], dict[str, Any]]:
-    """PyTorch alone: bf16 parameters, fp32 masters, the fused AdamW and foreach copies between them."""
+    """PyTorch alone: bf16 parameters, fp32 masters, the fused AdamW and foreach copies
+    between them.
+    """
 
     def run(scale: Scale) -> dict[str, Any]:
         if graph and not scale.on_card:
@@ -125,7 +141,8 @@ def plain_contender(scale: Scale, size: Any, *, compiled: bool, capturable: bool
 
     with torch.device(scale.device):
         model = GPT(size)
-    masters = [x.detach().clone() for x in model.parameters()]  # before they are rounded, as with mixed precision
+    # before they are rounded, as with mixed precision
+    masters = [x.detach().clone() for x in model.parameters()]
     model.bfloat16()
     for block in model.blocks if compiled else ():
         block.compile(backend=scale.backend)
@@ -229,7 +246,7 @@ def nccl_device(scale: Scale) -> Any:
     return torch.device("cuda", 0) if scale.on_card else None
 
 
-# --- fzero -----------------------------------------------------------------------------------------------------------
+# --- fzero ----------------------------------------------------------------------------------------
 
 
 def config_of(size: Any, stage: int, **zero: Any) -> dict[str, Any]:
@@ -280,15 +297,22 @@ def planned(scale: Scale) -> dict[str, Any]:
     batch = tuple(x.to("meta") for x in make_batch(size, step=0, rank=0))
     device: Any = scale.device
     compared = fzero.estimation.compare_plans(model, config_of(size, 0), batch=batch, device=device)
-    peaks = {one.name: one.step.nbytes / MEGA for one in compared.columns if one.name.count(" ") == 1}
-    return {"passed": len(peaks) == 4, "rows": [{"plan": name, "peak_mib": peak} for name, peak in peaks.items()]}
+    peaks = {
+        one.name: one.step.nbytes / MEGA for one in compared.columns if one.name.count(" ") == 1
+    }
+    return {
+        "passed": len(peaks) == 4,
+        "rows": [{"plan": name, "peak_mib": peak} for name, peak in peaks.items()],
+    }
 
 
-# --- gaps ------------------------------------------------------------------------------------------------------------
+# --- gaps -----------------------------------------------------------------------------------------
 
 
 def gaps(contender: Callable[[Scale, Any], Step]) -> Callable[[Scale], dict[str, Any]]:
-    """How long the device waits in a step, and on what it works, from a trace of some steps of torch.profiler."""
+    """How long the device waits in a step, and on what it works, from a trace of some
+    steps of torch.profiler.
+    """
 
     def run(scale: Scale) -> dict[str, Any]:
         from gpt import make_batch
@@ -317,10 +341,15 @@ def gaps(contender: Callable[[Scale, Any], Step]) -> Callable[[Scale], dict[str,
     return run
 
 
-def work_of(events: list[dict[str, Any]], categories: tuple[str, ...], num_steps: int) -> list[dict[str, Any]]:
+def work_of(
+    events: list[dict[str, Any]], categories: tuple[str, ...], num_steps: int
+) -> list[dict[str, Any]]:
     """The kernels and copies that take the most time of a device, by name.
 
-    >>> events = [{"cat": "kernel", "dur": 2_000, "name": "gemm"}, {"cat": "kernel", "dur": 6_000, "name": "copy"}] * 2
+    >>> events = [
+    ...     {"cat": "kernel", "dur": 2_000, "name": "gemm"},
+    ...     {"cat": "kernel", "dur": 6_000, "name": "copy"},
+    ... ] * 2
     >>> work_of(events, DEVICE, num_steps=2)
     [{'ms': 6.0, 'times': 1.0, 'kernel': 'copy'}, {'ms': 2.0, 'times': 1.0, 'kernel': 'gemm'}]
     """
@@ -330,15 +359,21 @@ def work_of(events: list[dict[str, Any]], categories: tuple[str, ...], num_steps
             ms, times = spent.get(x["name"], (0.0, 0))
             spent[x["name"]] = ms + x["dur"] / 1e3, times + 1
     most = sorted(spent.items(), key=lambda one: one[1], reverse=True)[:25]
-    return [{"ms": ms / num_steps, "times": times / num_steps, "kernel": name[:160]} for name, (ms, times) in most]
+    return [
+        {"ms": ms / num_steps, "times": times / num_steps, "kernel": name[:160]}
+        for name, (ms, times) in most
+    ]
 
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """The categories of a trace's events that keep a card busy."""
 
 
-def idle(events: list[dict[str, Any]], categories: tuple[str, ...], num_steps: int) -> dict[str, Any]:
-    """From the first to the last event of a device: the share of time without any, the longest such times, and what ended them.
+def idle(
+    events: list[dict[str, Any]], categories: tuple[str, ...], num_steps: int
+) -> dict[str, Any]:
+    """From the first to the last event of a device: the share of time without any, the
+    longest such times, and what ended them.
 
     >>> busy = [(0, 40, "a"), (10, 10, "b"), (50, 50, "c")]
     >>> events = [{"cat": "kernel", "ts": ts, "dur": dur, "name": name} for ts, dur, name in busy]
@@ -347,7 +382,9 @@ def idle(events: list[dict[str, Any]], categories: tuple[str, ...], num_steps: i
     (0.1, ['c'])
     """
     spans = sorted(
-        (x["ts"], x["ts"] + x["dur"], x["name"]) for x in events if x.get("cat") in categories and "dur" in x
+        (x["ts"], x["ts"] + x["dur"], x["name"])
+        for x in events
+        if x.get("cat") in categories and "dur" in x
     )
     if not spans:
         return {"passed": False, "error": "the trace has no event of the device"}

@@ -1,4 +1,6 @@
-"""The tests of `tests/` that have a meaning on a device, by pytest: as many as the time allows, in the order of their worth."""
+"""The tests of `tests/` that have a meaning on a device, by pytest: as many as the time
+allows, in the order of their worth.
+"""
 
 import importlib.util
 import json
@@ -18,18 +20,39 @@ SECONDS_TINY = 80
 
 
 def run_tests(scale: Scale) -> dict[str, Any]:
-    """Runs `pytest --device`; a plugin of the tests (`tests/support/devices.py`) chooses them and writes a line for each."""
-    if missing := [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]:
+    """Runs `pytest --device`; a plugin of the tests (`tests/support/devices.py`)
+    chooses them and writes a line for each.
+    """
+    if missing := [
+        name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None
+    ]:
         return {"not_run": f"{' and '.join(missing)} is not installed"}
     until = float(os.environ["GPU_UNTIL"]) - SECONDS_TO_END
     until = until if scale.on_card else min(until, time.time() + SECONDS_TINY)
     lines = Path(os.environ["GPU_OUT"]) / "rows" / "tests.jsonl"
     lines.unlink(missing_ok=True)
     device = "cuda" if scale.on_card else "pretended"
-    command = [sys.executable, "-m", "pytest", "--device", device, "--until", str(until), "--lines", str(lines)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--device",
+        device,
+        "--until",
+        str(until),
+        "--lines",
+        str(lines),
+    ]
     command += ["-p", "no:cacheprovider", "-o", "addopts=", "-q", "--tb=short", str(ROOT / "tests")]
     if scale.on_card and importlib.util.find_spec("xdist"):
-        command += ["-n", str(max(2, (os.cpu_count() or 1) - 4)), "--dist", "load", "--maxschedchunk", "1"]
+        command += [
+            "-n",
+            str(max(2, (os.cpu_count() or 1) - 4)),
+            "--dist",
+            "load",
+            "--maxschedchunk",
+            "1",
+        ]
     log = lines.with_suffix(".log")
     few_examples = os.environ | {"HYPOTHESIS_PROFILE": "short"}
     with log.open("wb") as out:
@@ -56,10 +79,17 @@ def run_tests(scale: Scale) -> dict[str, Any]:
 
 
 def found_in(path: Path) -> dict[str, Any]:
-    """The counts, the tests that failed with the end of their report, and why others were not run."""
+    """The counts, the tests that failed with the end of their report, and why others
+    were not run.
+    """
     text = path.read_text() if path.exists() else ""
     tests = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-    by: dict[str, list[dict[str, Any]]] = {"passed": [], "failed": [], "skipped": [], "not reached": []}
+    by: dict[str, list[dict[str, Any]]] = {
+        "passed": [],
+        "failed": [],
+        "skipped": [],
+        "not reached": [],
+    }
     for test in tests:
         by[test["outcome"]].append(test)
     why: dict[str, int] = {}
@@ -80,4 +110,6 @@ def per_file(tests: list[dict[str, Any]]) -> dict[str, str]:
     for test in tests:
         of = counts.setdefault(test["name"].partition("::")[0], {})
         of[test["outcome"]] = of.get(test["outcome"], 0) + 1
-    return {file: ", ".join(f"{num} {kind}" for kind, num in of.items()) for file, of in counts.items()}
+    return {
+        file: ", ".join(f"{num} {kind}" for kind, num in of.items()) for file, of in counts.items()
+    }

@@ -1,14 +1,17 @@
-"""My model does not fit: what does each rung of the ladder save of a rank's memory, and what does it cost of a step?
+"""My model does not fit: what does each rung of the ladder save of a rank's memory, and
+what does it cost of a step?
 
-    python benchmarks/ladder.py                         a table and out/ladder/ladder.json; about six minutes on two cores
+    python benchmarks/ladder.py
+        a table and out/ladder/ladder.json; about six minutes on two cores
     python benchmarks/ladder.py --size large --path /mnt/nvme
     python benchmarks/ladder.py --dtype bf16
 
-Two ranks with one thread each train the GPT of the other benchmarks with AdamW. Every rung is a job of its own, which takes
-turns of a few steps with one job of stage 0 that is there all the time; the last column is the median of the ratios of a
-rung's turns to those of stage 0 beside them. `MB` is the most resident memory that a rank had in a few steps beyond what it
-had before the model was made, in a further job, of which glibc gives memory back at once: that costs time, and else hides what
-a rung saves.
+Two ranks with one thread each train the GPT of the other benchmarks with AdamW. Every
+rung is a job of its own, which takes turns of a few steps with one job of stage 0 that
+is there all the time; the last column is the median of the ratios of a rung's turns to
+those of stage 0 beside them. `MB` is the most resident memory that a rank had in a few
+steps beyond what it had before the model was made, in a further job, of which glibc
+gives memory back at once: that costs time, and else hides what a rung saves.
 """
 
 import argparse
@@ -36,16 +39,28 @@ WORLD_SIZE = 2
 
 
 def rungs(path: str) -> dict[str, dict[str, Any]]:
-    """By name, the keys of the configuration; each rung is the one before and something more."""
+    """By name, the keys of the configuration; each rung is the one before and something
+    more.
+    """
     files = {"device": "nvme", "nvme_path": path}
     every = {"activation_checkpointing": {"every": 1}}
     return {
         **{f"stage {stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
         "checkpointing": {"zero_optimization": {"stage": 3}, **every},
-        "offload_optimizer: cpu": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, **every},
-        "offload_optimizer: nvme": {"zero_optimization": {"stage": 3, "offload_optimizer": files}, **every},
+        "offload_optimizer: cpu": {
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            **every,
+        },
+        "offload_optimizer: nvme": {
+            "zero_optimization": {"stage": 3, "offload_optimizer": files},
+            **every,
+        },
         "offload_param: nvme": {
-            "zero_optimization": {"stage": 3, "offload_optimizer": files, "offload_param": {**files, "max_in_cpu": 0}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": files,
+                "offload_param": {**files, "max_in_cpu": 0},
+            },
             **every,
         },
     }
@@ -59,15 +74,25 @@ def meet(folder: str, rank: int) -> None:
     )
 
 
-def rank_of(name: str, size: Size, args: argparse.Namespace, rank: int, folder: str, pipe: Connection) -> None:
-    """One rank of a rung: answers each number of steps with the seconds of each, and the most memory; 0 ends it."""
+def rank_of(
+    name: str, size: Size, args: argparse.Namespace, rank: int, folder: str, pipe: Connection
+) -> None:
+    """One rank of a rung: answers each number of steps with the seconds of each, and
+    the most memory; 0 ends it.
+    """
     torch.set_num_threads(1)
     meet(folder, rank)
     cfg = {
-        "train_micro_batch_size_per_gpu": size.num_rows, "optimizer": {"type": "AdamW", "params": ADAMW},
-        "gradient_clipping": 1.0, "bf16": {"enabled": args.dtype == "bf16"}, **rungs(folder)[name],
-    }  # fmt: skip
-    cfg["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": args.sub_group}
+        "train_micro_batch_size_per_gpu": size.num_rows,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": args.dtype == "bf16"},
+        **rungs(folder)[name],
+    }
+    cfg["zero_optimization"] |= {
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": args.sub_group,
+    }
     with torch.device("meta"):
         model = GPT(size)
     forget_peak()
@@ -127,8 +152,12 @@ class Job:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Memory and time of a step on every rung of the ladder.")
-    parser.add_argument("--path", type=Path, help="a folder on the disk to use (default: the temporary one)")
+    parser = argparse.ArgumentParser(
+        description="Memory and time of a step on every rung of the ladder."
+    )
+    parser.add_argument(
+        "--path", type=Path, help="a folder on the disk to use (default: the temporary one)"
+    )
     parser.add_argument("--size", choices=SIZES, default="large")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each rung")
@@ -155,13 +184,22 @@ def main() -> None:
     base.end()
     with torch.device("meta"):
         numel = sum(param.numel() for param in GPT(size).parameters())
-    title = f"GPT of {numel / 1e6:.1f}M parameters, {args.dtype}, {WORLD_SIZE} ranks: most memory of a rank, and a step"
+    title = (
+        f"GPT of {numel / 1e6:.1f}M parameters, {args.dtype}, {WORLD_SIZE} ranks: most "
+        f"memory of a rank, and a step"
+    )
     table = Table(title=title, title_justify="left")
     for column in ("", "MB", "bytes per parameter", "ms", "times stage 0"):
         table.add_column(column, justify="right" if column else "left")
     for name, row in found.items():
         nbytes = row["MB"] * 2**20 / numel
-        table.add_row(name, f"{row['MB']:.0f}", f"{nbytes:.1f}", f"{1e3 * row['seconds']:.0f}", f"{row['times']:.2f}")
+        table.add_row(
+            name,
+            f"{row['MB']:.0f}",
+            f"{nbytes:.1f}",
+            f"{1e3 * row['seconds']:.0f}",
+            f"{row['times']:.2f}",
+        )
     print_report(table)
 
 

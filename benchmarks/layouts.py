@@ -1,11 +1,15 @@
-"""How long do layouts and plans of very large models take, and what does the time depend on?
+"""How long do layouts and plans of very large models take, and what does the time
+depend on?
 
-Integers only: nothing is allocated for the parameters, and no process is started. Three sweeps start from 10^12 elements in
-10^5 parameters on 4096 ranks and vary one of the three. Timed are the layout of one flat buffer, the fragments in the shards
-of all ranks, the transfers to three quarters of the ranks and from the order of declaration to round robin, `fzero.plan`
-of a model on `meta` with blocks of twelve parameters, and its reshard to three quarters of the ranks as one process plans it:
-`fzero.resharding.plan_reshard` and the moves of process 0, in stage 3 and in stage 1, where every rank holds all parameters.
-Seconds are those of one core's work, and the best round counts.
+Integers only: nothing is allocated for the parameters, and no process is started. Three
+sweeps start from 10^12 elements in 10^5 parameters on 4096 ranks and vary one of the
+three. Timed are the layout of one flat buffer, the fragments in the shards of all
+ranks, the transfers to three quarters of the ranks and from the order of declaration to
+round robin, `fzero.plan` of a model on `meta` with blocks of twelve parameters, and its
+reshard to three quarters of the ranks as one process plans it:
+`fzero.resharding.plan_reshard` and the moves of process 0, in stage 3 and in stage 1,
+where every rank holds all parameters. Seconds are those of one core's work, and the
+best round counts.
 Memory is what Python's allocator held at the peak, in a round of its own.
 """
 
@@ -53,7 +57,9 @@ BLOCK = 12
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one size took: seconds by what was made, bytes at the peak of it, and how long the results are."""
+    """What one size took: seconds by what was made, bytes at the peak of it, and how
+    long the results are.
+    """
 
     size: Size
     seconds: dict[str, float]
@@ -70,8 +76,13 @@ def make_layout(size: Size) -> FlatLayout:
 
 def make_model(size: Size) -> nn.Module:
     """The same parameters, without memory."""
-    params = [torch.empty(numel, device="meta") for numel in NearEqualSplit(size.elements, size.tensors).sizes]
-    blocks = [nn.ParameterList(params[start : start + BLOCK]) for start in range(0, size.tensors, BLOCK)]
+    params = [
+        torch.empty(numel, device="meta")
+        for numel in NearEqualSplit(size.elements, size.tensors).sizes
+    ]
+    blocks = [
+        nn.ParameterList(params[start : start + BLOCK]) for start in range(0, size.tensors, BLOCK)
+    ]
     return nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
 
 
@@ -85,7 +96,9 @@ def works(size: Size) -> dict[str, Callable[[], Any]]:
 
     def plans(stage: int) -> list[fzero.Plan]:
         numbers = (old.world_size, fewer.world_size)
-        return [fzero.plan(model, config(replace(size, ranks=w), stage), world_size=w) for w in numbers]
+        return [
+            fzero.plan(model, config(replace(size, ranks=w), stage), world_size=w) for w in numbers
+        ]
 
     divided, whole = plans(3), plans(1)
     return {
@@ -100,14 +113,18 @@ def works(size: Size) -> dict[str, Callable[[], Any]]:
 
 
 def reshard_moves(old: fzero.Plan, new: fzero.Plan) -> list[tuple[Move, ...]]:
-    """What process 0 copies, sends and receives when the state moves: the moves of every flow."""
+    """What process 0 copies, sends and receives when the state moves: the moves of
+    every flow.
+    """
     plan = fzero.resharding.plan_reshard(old, new)
     return [tuple(plan.moves(flow, 0)) for round_ in plan.rounds for flow in round_.flows]
 
 
 def config(size: Size, stage: int = 3) -> fzero.Config:
     zero = {"stage": stage, "stage3_max_live_parameters": 2 * size.elements}
-    return fzero.Config.load({"train_batch_size": size.ranks, "bf16": {"enabled": True}, "zero_optimization": zero})
+    return fzero.Config.load(
+        {"train_batch_size": size.ranks, "bf16": {"enabled": True}, "zero_optimization": zero}
+    )
 
 
 def find(size: Size, rounds: int) -> Found:
@@ -139,31 +156,47 @@ def length_of(result: Any) -> int:
 
 def draw(sweeps: dict[str, list[Found]]) -> Figure:
     figure = Figure(figsize=(12, 4), layout="constrained")
-    for axes, (varied, results) in zip(figure.subplots(1, len(sweeps), sharey=True), sweeps.items()):
+    for axes, (varied, results) in zip(
+        figure.subplots(1, len(sweeps), sharey=True), sweeps.items()
+    ):
         for name in results[0].seconds:
             axes.plot(
-                [getattr(f.size, varied) for f in results], [f.seconds[name] for f in results], marker="o", label=name
+                [getattr(f.size, varied) for f in results],
+                [f.seconds[name] for f in results],
+                marker="o",
+                label=name,
             )
         axes.axhline(1, color="0.6", linestyle=":")
         axes.set(xscale="log", yscale="log", xlabel=varied, title=f"{varied} vary")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("seconds of one core")
     figure.axes[-1].legend(fontsize="small", loc="lower right")
-    figure.suptitle("Layouts and plans: $10^{12}$ elements in $10^5$ parameters on 4096 ranks, one of them varied")
+    figure.suptitle(
+        "Layouts and plans: $10^{12}$ elements in $10^5$ parameters on 4096 ranks, one of them "
+        "varied"
+    )
     return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="the best of this many counts")
-    parser.add_argument("--out", type=Path, default=Path("out/layouts"), help="folder of the picture and the numbers")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/layouts"),
+        help="folder of the picture and the numbers",
+    )
     args = parser.parse_args()
     known = {
-        size: find(size, args.rounds) for size in dict.fromkeys(size for sizes in SWEEPS.values() for size in sizes)
+        size: find(size, args.rounds)
+        for size in dict.fromkeys(size for sizes in SWEEPS.values() for size in sizes)
     }
     sweeps = {varied: [known[size] for size in sizes] for varied, sizes in SWEEPS.items()}
     names = list(known[Size()].seconds)
-    table = Table(title="ms / MB at the peak / parameters, fragments, moves or units", title_justify="left")
+    table = Table(
+        title="ms / MB at the peak / parameters, fragments, moves or units", title_justify="left"
+    )
     for column in ("elements", "tensors", "ranks", *names):
         table.add_column(column, justify="right")
     for varied, results in sweeps.items():
@@ -171,12 +204,21 @@ def main() -> None:
         for found in results:
             size = found.size
             table.add_row(
-                *(f"[bold]{value:,}[/]" if key == varied else f"{value:,}" for key, value in asdict(size).items()),
-                *(f"{1e3 * found.seconds[n]:.0f} / {found.nbytes[n] / 1e6:.1f} / {found.lengths[n]:,}" for n in names),
-            )  # fmt: skip
+                *(
+                    f"[bold]{value:,}[/]" if key == varied else f"{value:,}"
+                    for key, value in asdict(size).items()
+                ),
+                *(
+                    f"{1e3 * found.seconds[n]:.0f} / {found.nbytes[n] / 1e6:.1f} / "
+                    f"{found.lengths[n]:,}"
+                    for n in names
+                ),
+            )
     print_report(table)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "layouts.json").write_text(json.dumps([asdict(found) for found in known.values()], indent=1))
+    (args.out / "layouts.json").write_text(
+        json.dumps([asdict(found) for found in known.values()], indent=1)
+    )
     draw(sweeps).savefig(args.out / "layouts.png", dpi=110)
     print(f"numbers and picture in {args.out}")
 

@@ -1,25 +1,34 @@
-"""What does an update cost per parameter, by where its state lives, and how much of that does the backward hide?
+"""What does an update cost per parameter, by where its state lives, and how much of
+that does the backward hide?
 
-    python benchmarks/offload.py                          tables and out/offload/offload.json
+    python benchmarks/offload.py
+        tables and out/offload/offload.json
     python benchmarks/offload.py --path /mnt/nvme --millions 64 --rounds 9
-    python benchmarks/offload.py --memory                 how much memory a rank takes, by what it places where
+    python benchmarks/offload.py --memory
+        how much memory a rank takes, by what it places where
 
-1. One rank updates a model whose forward and backward are next to nothing, with AdamW in stage 2; in fp32, and in bf16 with an
-   fp32 master. `kernel` is PyTorch's fused AdamW on whole tensors (in bf16 with what widens gradients and writes parameters),
-   `copy` copies the three tensors that an update reads and writes. CPUAdam is DeepSpeed's, where that is installed: in bf16
-   between a copy of the gradients and one of the parameters, for it updates the fp32 master. Neither takes a norm here: both
+1. One rank updates a model whose forward and backward are next to nothing, with AdamW
+   in stage 2; in fp32, and in bf16 with an fp32 master. `kernel` is PyTorch's fused
+   AdamW on whole tensors (in bf16 with what widens gradients and writes parameters),
+   `copy` copies the three tensors that an update reads and writes. CPUAdam is
+   DeepSpeed's, where that is installed: in bf16 between a copy of the gradients and one
+   of the parameters, for it updates the fp32 master. Neither takes a norm here: both
    libraries do that as gradients come in the backward.
-2. fio moves as many bytes as the update in files does, read and written in the same proportion at the same time, on the same
-   path by blocks of the same size with as many in flight (apt-get install -y fio): the faster of io_uring and threads.
-3. The small GPT of the other benchmarks is trained with state in memory and in files. What could be hidden is what its bytes
-   (gradients on their way out included) take at fio's speed; what was not is by how much the step is longer. Once with the
-   buffers that an update needs, once with `--buffers`, which are read into beside the backward.
+2. fio moves as many bytes as the update in files does, read and written in the same
+   proportion at the same time, on the same path by blocks of the same size with as many
+   in flight (apt-get install -y fio): the faster of io_uring and threads.
+3. The small GPT of the other benchmarks is trained with state in memory and in files.
+   What could be hidden is what its bytes (gradients on their way out included) take at
+   fio's speed; what was not is by how much the step is longer. Once with the buffers
+   that an update needs, once with `--buffers`, which are read into beside the backward.
 
-All take turns in rounds, on one thread, and numbers are medians of the rounds, per parameter, so that another load on the machine
-hits all of them. On a CPU, host memory is where the state is on the device: the update is the same.
+All take turns in rounds, on one thread, and numbers are medians of the rounds, per
+parameter, so that another load on the machine hits all of them. On a CPU, host memory
+is where the state is on the device: the update is the same.
 
-`--memory` trains one rank of each kind in a process of its own, for a model on `meta` of `--millions` parameters in equal blocks,
-and prints the most resident memory that it had beyond what it had before `init`, per parameter.
+`--memory` trains one rank of each kind in a process of its own, for a model on `meta`
+of `--millions` parameters in equal blocks, and prints the most resident memory that it
+had beyond what it had before `init`, per parameter.
 """
 
 import argparse
@@ -49,7 +58,9 @@ from fzero.common import print_report
 
 WIDTH = 768
 READ = {"fp32": 12, "bf16": 14}
-"""Bytes per parameter that an update with state in files reads: two moments, in bf16 the master, and the gradient."""
+"""Bytes per parameter that an update with state in files reads: two moments, in bf16
+the master, and the gradient.
+"""
 WRITTEN = {"fp32": 8, "bf16": 12}
 GRADIENT = {"fp32": 4, "bf16": 2}
 """Bytes of it that leave in the backward."""
@@ -85,13 +96,19 @@ def timed(work: Callable[[], Any]) -> Contender:
 
 
 def step_of(
-    make: Callable[[], nn.Module], batch: tuple[Tensor, ...], zero: dict[str, Any], *, dtype: str = "fp32"
+    make: Callable[[], nn.Module],
+    batch: tuple[Tensor, ...],
+    zero: dict[str, Any],
+    *,
+    dtype: str = "fp32",
 ) -> Contender:
     """A step of training, the first of which has run."""
     cfg = {
-        "optimizer": {"type": "AdamW"}, "gradient_clipping": 0.0, "bf16": {"enabled": dtype == "bf16"},
+        "optimizer": {"type": "AdamW"},
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": dtype == "bf16"},
         "zero_optimization": {"stage": 2, **zero},
-    }  # fmt: skip
+    }
     with torch.device("meta"):
         model = make()
     step = fzero.make_train_step(model, cfg)
@@ -136,8 +153,14 @@ def kernel_of(numel: int, dtype: str) -> Contender:
 
 
 def cpu_adam_of(numel: int, dtype: str, deepspeed: Any) -> Contender:
-    """DeepSpeed's update of one flat tensor, with its master in between where there is one."""
-    master, low, grad = nn.Parameter(torch.zeros(numel)), torch.zeros(numel, dtype=DTYPES[dtype]), torch.ones(numel)
+    """DeepSpeed's update of one flat tensor, with its master in between where there is
+    one.
+    """
+    master, low, grad = (
+        nn.Parameter(torch.zeros(numel)),
+        torch.zeros(numel, dtype=DTYPES[dtype]),
+        torch.ones(numel),
+    )
     low_grad, master.grad = grad.to(DTYPES[dtype]), grad
     optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam([master], adamw_mode=True)
 
@@ -153,16 +176,34 @@ def cpu_adam_of(numel: int, dtype: str, deepspeed: Any) -> Contender:
 
 def fio_of(folder: Path, numel: int, dtype: str, args: argparse.Namespace) -> Contender:
     """Reads and writes what an update does, at the same time."""
-    nbytes, share = (READ[dtype] + WRITTEN[dtype]) * numel, 100 * READ[dtype] // (READ[dtype] + WRITTEN[dtype])
+    nbytes, share = (
+        (READ[dtype] + WRITTEN[dtype]) * numel,
+        100 * READ[dtype] // (READ[dtype] + WRITTEN[dtype]),
+    )
 
     def once(engine: str) -> float:
-        jobs = ["--thread", f"--numjobs={args.depth}"] if engine == "psync" else [f"--iodepth={args.depth}"]
+        jobs = (
+            ["--thread", f"--numjobs={args.depth}"]
+            if engine == "psync"
+            else [f"--iodepth={args.depth}"]
+        )
         size = nbytes // (args.depth if engine == "psync" else 1) // args.block * args.block
         command = [
-            "fio", "--name=fzero", f"--directory={folder}", "--rw=rw", f"--rwmixread={share}", f"--bs={args.block}",
-            f"--size={size}", "--direct=1", f"--ioengine={engine}", "--overwrite=1", "--randrepeat=0", "--group_reporting",
-            "--output-format=json", *jobs,
-        ]  # fmt: skip
+            "fio",
+            "--name=fzero",
+            f"--directory={folder}",
+            "--rw=rw",
+            f"--rwmixread={share}",
+            f"--bs={args.block}",
+            f"--size={size}",
+            "--direct=1",
+            f"--ioengine={engine}",
+            "--overwrite=1",
+            "--randrepeat=0",
+            "--group_reporting",
+            "--output-format=json",
+            *jobs,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         (job,) = json.loads(done.stdout)["jobs"]
         return nbytes / (job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
@@ -172,25 +213,35 @@ def fio_of(folder: Path, numel: int, dtype: str, args: argparse.Namespace) -> Co
 
 def contenders(folder: Path, args: argparse.Namespace, console: Console) -> dict[str, Contender]:
     numel = num_blocks_of(args) * args.block_numel
-    files = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}, "sub_group_size": args.sub_group}
+    files = {
+        "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)},
+        "sub_group_size": args.sub_group,
+    }
     three = torch.zeros(3, numel), torch.zeros(3, numel)
     made = {"copy": timed(lambda: three[1].copy_(three[0]))}
     for dtype in DTYPES:
         one, light = (torch.ones(1, dtype=DTYPES[dtype]),), lambda: Light(args)
         made |= {
             f"device {dtype}": step_of(light, one, {}, dtype=dtype),
-            f"host {dtype}": step_of(light, one, {"offload_optimizer": {"device": "cpu"}}, dtype=dtype),
+            f"host {dtype}": step_of(
+                light, one, {"offload_optimizer": {"device": "cpu"}}, dtype=dtype
+            ),
             f"nvme {dtype}": step_of(light, one, files, dtype=dtype),
             f"kernel {dtype}": kernel_of(numel, dtype),
         }
         if shutil.which("fio"):
             made[f"fio {dtype}"] = fio_of(folder, numel, dtype, args)
         try:
-            made[f"CPUAdam {dtype}"] = cpu_adam_of(numel, dtype, importlib.import_module("deepspeed"))
+            made[f"CPUAdam {dtype}"] = cpu_adam_of(
+                numel, dtype, importlib.import_module("deepspeed")
+            )
         except ImportError:
             console.print("DeepSpeed is not installed, and its CPUAdam left out")
     size = SIZES["small"]
-    many = {**files, "offload_optimizer": {**files["offload_optimizer"], "buffer_count": args.buffers}}
+    many = {
+        **files,
+        "offload_optimizer": {**files["offload_optimizer"], "buffer_count": args.buffers},
+    }
     for name, zero in (("device", {}), ("nvme", files), ("buffers", many)):
         made[f"GPT {name}"] = step_of(lambda: GPT(size), make_batch(size, step=0, rank=0), zero)
     if not shutil.which("fio"):
@@ -206,19 +257,28 @@ def median(rounds: Rounds, of: Callable[[dict[str, dict[str, float]]], float]) -
 
 
 def report(rounds: Rounds, numel: int, console: Console) -> dict[str, Any]:
-    """Prints what was found, and gives it: nanoseconds per parameter, and ratios of each round."""
+    """Prints what was found, and gives it: nanoseconds per parameter, and ratios of
+    each round.
+    """
     names, found = list(rounds[0]), {}
-    table = Table(title=f"AdamW, {numel / 1e6:.1f}M parameters, ns per parameter", title_justify="left")
+    table = Table(
+        title=f"AdamW, {numel / 1e6:.1f}M parameters, ns per parameter", title_justify="left"
+    )
     for column in ("", "update", "of the kernel", "backward"):
         table.add_column(column, justify="right" if column else "left")
     for name in (name for name in names if not name.startswith("GPT")):
         dtype = name.split()[-1] if name != "copy" else "fp32"
         ns = median(rounds, lambda row, name=name: row[name]["update"]) / numel * 1e9
-        share = median(rounds, lambda row, name=name, d=dtype: row[name]["update"] / row[f"kernel {d}"]["update"])
+        share = median(
+            rounds,
+            lambda row, name=name, d=dtype: row[name]["update"] / row[f"kernel {d}"]["update"],
+        )
         found[name] = {"ns": ns, "of kernel": share}
         backward = ""
         if "backward" in rounds[0][name]:
-            found[name]["backward"] = median(rounds, lambda row, name=name: row[name]["backward"]) / numel * 1e9
+            found[name]["backward"] = (
+                median(rounds, lambda row, name=name: row[name]["backward"]) / numel * 1e9
+            )
             backward = f"{found[name]['backward']:.2f}"
         table.add_row(name, f"{ns:.2f}", f"{share:.2f}", backward)
     print_report(table)
@@ -228,8 +288,8 @@ def report(rounds: Rounds, numel: int, console: Console) -> dict[str, Any]:
 
 
 def bars(rounds: Rounds, numel: int, dtype: str, console: Console) -> dict[str, float]:
-    """How the updates stand beside CPUAdam, fio and the kernel. Other load on the machine changes the processor time of a thread
-    less than the time that passes."""
+    """How the updates stand beside CPUAdam, fio and the kernel. Other load on the
+    machine changes the processor time of a thread less than the time that passes."""
 
     def of(row: dict[str, dict[str, float]], name: str, part: str = "update") -> float:
         return row[f"{name} {dtype}"][part]
@@ -241,11 +301,15 @@ def bars(rounds: Rounds, numel: int, dtype: str, console: Console) -> dict[str, 
             found[f"host / CPUAdam {dtype}{how}"] = median(rounds, ratio)
     if f"fio {dtype}" in rounds[0]:
         floor = lambda row: max(of(row, "fio"), of(row, "kernel"))  # noqa: E731
-        found[f"nvme / max(fio, kernel) {dtype}"] = median(rounds, lambda row: of(row, "nvme") / floor(row))
+        found[f"nvme / max(fio, kernel) {dtype}"] = median(
+            rounds, lambda row: of(row, "nvme") / floor(row)
+        )
         found[f"GB/s of fio {dtype}"] = median(rounds, lambda row: of(row, "fio") / of(row, "nvme"))
         nbytes = (READ[dtype] + WRITTEN[dtype]) * numel / 1e9
         for name in ("nvme", "fio"):
-            found[f"{name} GB/s {dtype}"] = median(rounds, lambda row, name=name: nbytes / of(row, name))
+            found[f"{name} GB/s {dtype}"] = median(
+                rounds, lambda row, name=name: nbytes / of(row, name)
+            )
     for name, value in found.items():
         console.print(f"{name}: {value:.2f}")
     return found
@@ -257,7 +321,12 @@ def hidden(rounds: Rounds, numel: int, console: Console) -> dict[str, float]:
         return {}
     with torch.device("meta"):
         small = sum(param.numel() for param in GPT(SIZES["small"]).parameters())
-    share = (READ["fp32"] + WRITTEN["fp32"] + GRADIENT["fp32"]) / (READ["fp32"] + WRITTEN["fp32"]) * small / numel
+    share = (
+        (READ["fp32"] + WRITTEN["fp32"] + GRADIENT["fp32"])
+        / (READ["fp32"] + WRITTEN["fp32"])
+        * small
+        / numel
+    )
 
     def alone(row: dict[str, dict[str, float]]) -> float:
         return row["fio fp32"]["update"] * share
@@ -271,8 +340,12 @@ def hidden(rounds: Rounds, numel: int, console: Console) -> dict[str, float]:
     }
     for name in ("nvme", "buffers"):
         for part in ("step", "backward", "update"):
-            found[f"{name}: {part} longer by, ms"] = 1e3 * median(rounds, lambda row, n=name, p=part: longer(row, n, p))
-        found[f"{name}: hidden"] = median(rounds, lambda row, n=name: 1 - longer(row, n, "step") / alone(row))
+            found[f"{name}: {part} longer by, ms"] = 1e3 * median(
+                rounds, lambda row, n=name, p=part: longer(row, n, p)
+            )
+        found[f"{name}: hidden"] = median(
+            rounds, lambda row, n=name: 1 - longer(row, n, "step") / alone(row)
+        )
     for name, value in found.items():
         console.print(f"GPT of {small / 1e6:.1f}M parameters, {name}: {value:.2f}")
     return found
@@ -301,7 +374,9 @@ def resident(args: argparse.Namespace) -> None:
         step = fzero.make_train_step(model, cfg)
         state = step.init()
         for _ in range(3):
-            state, _ = step(state, torch.ones(1, dtype=torch.bfloat16 if precision == "bf16" else None))
+            state, _ = step(
+                state, torch.ones(1, dtype=torch.bfloat16 if precision == "bf16" else None)
+            )
 
     train(2)  # what is loaded and made once is there
     gc.collect()
@@ -312,7 +387,9 @@ def resident(args: argparse.Namespace) -> None:
 
 
 def peak_resident() -> int:
-    """The most bytes of memory that this process has had since it began, or since the peak was set back."""
+    """The most bytes of memory that this process has had since it began, or since the
+    peak was set back.
+    """
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["VmHWM"].split()[0]) * 1024
 
@@ -320,7 +397,10 @@ def peak_resident() -> int:
 def memory(args: argparse.Namespace, console: Console) -> None:
     """A table of the bytes per parameter, by kind and precision."""
     numel = num_blocks_of(args) * args.block_numel
-    table = Table(title=f"bytes per parameter, Adam, one rank, {numel / 1e6:.1f}M parameters", title_justify="left")
+    table = Table(
+        title=f"bytes per parameter, Adam, one rank, {numel / 1e6:.1f}M parameters",
+        title_justify="left",
+    )
     for column in ("in files", "fp32", "bf16, fp32 master"):
         table.add_column(column, justify="right" if "p" in column else "left")
     for kind in kinds(""):
@@ -336,26 +416,44 @@ def memory(args: argparse.Namespace, console: Console) -> None:
                     str(args.block_numel),
                 ]
                 command += ["--resident", kind, precision, folder]
-                environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
-                done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+                environment = {
+                    **os.environ,
+                    "MALLOC_ARENA_MAX": "1",
+                    "MALLOC_MMAP_THRESHOLD_": str(1 << 17),
+                }
+                done = subprocess.run(
+                    command, capture_output=True, text=True, check=True, env=environment
+                )
                 row.append(f"{int(done.stdout) / numel:.2f}")
         table.add_row(kind, *row)
     print_report(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times updates of state that lives in memory and in files.")
-    parser.add_argument("--path", type=Path, help="a folder on the disk to measure (default: the temporary one)")
+    parser = argparse.ArgumentParser(
+        description="Times updates of state that lives in memory and in files."
+    )
+    parser.add_argument(
+        "--path", type=Path, help="a folder on the disk to measure (default: the temporary one)"
+    )
     parser.add_argument("--millions", type=int, default=32, help="of parameters")
     parser.add_argument(
-        "--block-numel", type=int, default=12 * WIDTH**2, help="of a flat buffer (default: GPT-2's blocks)"
+        "--block-numel",
+        type=int,
+        default=12 * WIDTH**2,
+        help="of a flat buffer (default: GPT-2's blocks)",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sub-group", type=int, default=1 << 20, help="elements of a sub-group")
-    parser.add_argument("--block", type=int, default=1 << 20, help="bytes of one call to the system")
+    parser.add_argument(
+        "--block", type=int, default=1 << 20, help="bytes of one call to the system"
+    )
     parser.add_argument("--depth", type=int, default=8, help="blocks that move at once")
     parser.add_argument(
-        "--buffers", type=int, default=48, help="of a pool with room for what is read beside the backward"
+        "--buffers",
+        type=int,
+        default=48,
+        help="of a pool with room for what is read beside the backward",
     )
     parser.add_argument("--memory", action="store_true", help="how much memory a rank takes")
     parser.add_argument("--resident", nargs=3, help=argparse.SUPPRESS)

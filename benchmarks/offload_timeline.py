@@ -1,11 +1,13 @@
-"""When does what move in a step whose state lives in files? A picture of one measured step of two ranks.
+"""When does what move in a step whose state lives in files? A picture of one measured
+step of two ranks.
 
     python benchmarks/offload_timeline.py                    writes out/offload/timeline.png
     python benchmarks/offload_timeline.py --path /mnt/nvme --size large
 
-Two ranks with one thread each train the GPT of the other benchmarks in stage 2, with master, moments and gradients in files, once
-in the order of declaration and once with `round_robin_gradients`. Seconds begin with the forward. Every call that reads
-or writes a block is a bar of its lane; it also shows when each rank's first gradient leaves.
+Two ranks with one thread each train the GPT of the other benchmarks in stage 2, with
+master, moments and gradients in files, once in the order of declaration and once with
+`round_robin_gradients`. Seconds begin with the forward. Every call that reads or writes
+a block is a bar of its lane; it also shows when each rank's first gradient leaves.
 """
 
 import argparse
@@ -36,7 +38,11 @@ from fzero.storage.stream import update_streamed
 WORLD_SIZE, NUM_STEPS = 2, 4
 LANES = ("computes", "gradients leave", "state is read", "state is written")
 COLORS = {"forward": "0.75", "backward": "0.45", "update": "tab:purple"}
-OF_LANES = {"gradients leave": "tab:orange", "state is read": "tab:blue", "state is written": "tab:green"}
+OF_LANES = {
+    "gradients leave": "tab:orange",
+    "state is read": "tab:blue",
+    "state is written": "tab:green",
+}
 
 
 class Span(NamedTuple):
@@ -67,21 +73,30 @@ def lane_of_read(file: DirectFile, *_: Any) -> tuple[str, str]:
 
 
 def lane_of_write(file: DirectFile, *_: Any) -> tuple[str, str]:
-    return ("gradients leave", "gradients") if "grads" in file.path.name else ("state is written", "state")
+    return (
+        ("gradients leave", "gradients")
+        if "grads" in file.path.name
+        else ("state is written", "state")
+    )
 
 
-def rank_of(size: Size, is_turned: bool, folder: str, sub_group: int, rank: int, pipe: Connection) -> None:
+def rank_of(
+    size: Size, is_turned: bool, folder: str, sub_group: int, rank: int, pipe: Connection
+) -> None:
     """Trains some steps, and sends the spans of the last."""
     torch.set_num_threads(1)
     meet(folder, rank)
     cfg = {
-        "train_micro_batch_size_per_gpu": size.num_rows, "optimizer": {"type": "AdamW", "params": ADAMW},
+        "train_micro_batch_size_per_gpu": size.num_rows,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
         "gradient_clipping": 1.0,
         "zero_optimization": {
-            "stage": 2, "sub_group_size": sub_group, "round_robin_gradients": is_turned,
+            "stage": 2,
+            "sub_group_size": sub_group,
+            "round_robin_gradients": is_turned,
             "offload_optimizer": {"device": "nvme", "nvme_path": folder},
         },
-    }  # fmt: skip
+    }
     with torch.device("meta"):
         model = GPT(size)
     step = fzero.make_train_step(model, cfg)
@@ -92,7 +107,9 @@ def rank_of(size: Size, is_turned: bool, folder: str, sub_group: int, rank: int,
             (DirectFile, "write", lane_of_write),
             (sys.modules[update_streamed.__module__], "_update", lambda *_: ("computes", "update")),
         ):
-            stack.enter_context(mock.patch.object(owner, name, watched(spans, lane_of, getattr(owner, name))))
+            stack.enter_context(
+                mock.patch.object(owner, name, watched(spans, lane_of, getattr(owner, name)))
+            )
         for number in range(NUM_STEPS):
             batch = make_batch(size, step=number, rank=rank)
             dist.barrier()
@@ -104,8 +121,15 @@ def rank_of(size: Size, is_turned: bool, folder: str, sub_group: int, rank: int,
             round_ = step.backward(round_, loss)
             times.append(time.perf_counter())
             state, _ = step.update(round_)
-    passes = [Span("computes", kind, *times[i : i + 2]) for i, kind in enumerate(("forward", "backward"))]
-    pipe.send([span._replace(begin=span.begin - times[0], end=span.end - times[0]) for span in (*passes, *spans)])
+    passes = [
+        Span("computes", kind, *times[i : i + 2]) for i, kind in enumerate(("forward", "backward"))
+    ]
+    pipe.send(
+        [
+            span._replace(begin=span.begin - times[0], end=span.end - times[0])
+            for span in (*passes, *spans)
+        ]
+    )
     del state, round_
     dist.destroy_process_group()
 
@@ -137,15 +161,23 @@ def draw(axes: Any, ranks: list[list[Span]], title: str) -> None:
             for span in spans:
                 if span.lane == lane:
                     color = COLORS[span.kind] if lane == "computes" else OF_LANES[lane]
-                    bars["tab:red" if span.kind == "gradients" and lane == "state is read" else color].append(span)
+                    bars[
+                        "tab:red" if span.kind == "gradients" and lane == "state is read" else color
+                    ].append(span)
             for color, of_color in bars.items():
-                alpha = 1.0 if lane == "computes" else 0.35  # blocks that move at once lie over each other
+                # blocks that move at once lie over each other
+                alpha = 1.0 if lane == "computes" else 0.35
                 parts = [(1e3 * span.begin, 1e3 * (span.end - span.begin)) for span in of_color]
                 axes.broken_barh(parts, (y - 0.4, 0.8), facecolor=color, linewidth=0, alpha=alpha)
         for span in spans:
             if span.kind == "backward":
                 axes.vlines(
-                    [1e3 * span.begin, 1e3 * span.end], labels[-4][0] - 0.5, labels[-1][0] + 0.5, "0.3", "dotted", lw=1
+                    [1e3 * span.begin, 1e3 * span.end],
+                    labels[-4][0] - 0.5,
+                    labels[-1][0] + 0.5,
+                    "0.3",
+                    "dotted",
+                    lw=1,
                 )
     axes.set_yticks([y for y, _ in labels], [label for _, label in labels], fontsize=8)
     axes.invert_yaxis()
@@ -155,7 +187,9 @@ def draw(axes: Any, ranks: list[list[Span]], title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draws one step whose state lives in files.")
-    parser.add_argument("--path", type=Path, help="a folder on the disk to use (default: the temporary one)")
+    parser.add_argument(
+        "--path", type=Path, help="a folder on the disk to use (default: the temporary one)"
+    )
     parser.add_argument("--size", choices=SIZES, default="large")
     parser.add_argument("--sub-group", type=int, default=1 << 20, help="elements of a sub-group")
     parser.add_argument("--out", type=Path, default=Path("out/offload"))
@@ -170,19 +204,26 @@ def main() -> None:
             _, backward = spans[:2]
             lasts = backward.end - backward.begin
             lanes = {lane: [s for s in spans if s.lane == lane] for lane in LANES[1:]}
-            begins = {lane: (min(s.begin for s in of) - backward.begin) / lasts for lane, of in lanes.items()}
-            inside = sum(s.end <= backward.end for s in lanes["gradients leave"]) / len(lanes["gradients leave"])
+            begins = {
+                lane: (min(s.begin for s in of) - backward.begin) / lasts
+                for lane, of in lanes.items()
+            }
+            inside = sum(s.end <= backward.end for s in lanes["gradients leave"]) / len(
+                lanes["gradients leave"]
+            )
             print(
-                f"{title}, rank {rank}: backward of {1e3 * lasts:.0f} ms; the first gradient leaves at "
-                f"{begins['gradients leave']:.2f} of it, {inside:.0%} of the blocks are written when it ends; state is read "
-                f"from {begins['state is read']:.2f} on"
+                f"{title}, rank {rank}: backward of {1e3 * lasts:.0f} ms; the first gradient "
+                f"leaves at {begins['gradients leave']:.2f} of it, {inside:.0%} of the blocks are "
+                f"written when it ends; state is read from {begins['state is read']:.2f} on"
             )
     panels[-1].set_xlabel("ms since the forward began; dotted: the backward", fontsize=8)
     patches = [
         Patch(color=color, label=label)
         for label, color in (COLORS | OF_LANES | {"gradients are read": "tab:red"}).items()
     ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out / "timeline.png", dpi=120)
 

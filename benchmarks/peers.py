@@ -1,19 +1,27 @@
-"""Is fzero as fast as its peers? Every ZeRO stage against the peers of that stage and against the floor, in one run.
+"""Is fzero as fast as its peers? Every ZeRO stage against the peers of that stage and
+against the floor, in one run.
 
-    python benchmarks/peers.py                                      # everything, about half an hour on two cores
-    python benchmarks/peers.py --quick                              # the small model, a few steps: does it run?
-    python benchmarks/peers.py --dtype bf16                         # with an fp32 master
-    python benchmarks/peers.py --compile                            # everybody compiled, and fzero's eager step
-    python benchmarks/peers.py --alone                              # one process: the bare loop, eager and compiled, and fzero's
+    python benchmarks/peers.py
+        everything, about half an hour on two cores
+    python benchmarks/peers.py --quick
+        the small model, a few steps: does it run?
+    python benchmarks/peers.py --dtype bf16
+        with an fp32 master
+    python benchmarks/peers.py --compile
+        everybody compiled, and fzero's eager step
+    python benchmarks/peers.py --alone
+        one process: the bare loop, eager and compiled, and fzero's
     python benchmarks/peers.py --contenders FSDP2,fzero,floor --stages 2,3
 
-A contender is a job of two ranks with one thread each, so its peak resident memory is its own. The jobs of a stage are
-alive together and take turns of a few steps while the others sleep: they meet the same machine. The floor (forward and
-backward, the fastest collectives and the update, each measured alone) takes its turn in every stage, so stages compare
-by their ratios to it. The efficiency is the bare model's forward and backward over the step; `CPU ms` is the
-processor time of a rank's threads, which varies less than the time on a shared machine. Writes a table, `results.json`,
-`peers.png` and the contenders' logs. Runs of some stages each are joined by `--join FOLDER FOLDER`. With --compile the
-peak is that of the steps after the warm-up.
+A contender is a job of two ranks with one thread each, so its peak resident memory is
+its own. The jobs of a stage are alive together and take turns of a few steps while the
+others sleep: they meet the same machine. The floor (forward and backward, the fastest
+collectives and the update, each measured alone) takes its turn in every stage, so
+stages compare by their ratios to it. The efficiency is the bare model's forward and
+backward over the step; `CPU ms` is the processor time of a rank's threads, which varies
+less than the time on a shared machine. Writes a table, `results.json`, `peers.png` and
+the contenders' logs. Runs of some stages each are joined by `--join FOLDER FOLDER`.
+With --compile the peak is that of the steps after the warm-up.
 """
 
 import argparse
@@ -47,10 +55,15 @@ BARE = "forward + backward"  # the floor's largest part, shown as a row of its o
 
 
 class Job:
-    """The ranks of one contender in one stage; dead after its first error, which it remembers."""
+    """The ranks of one contender in one stage; dead after its first error, which it
+    remembers.
+    """
 
-    def __init__(self, contender: str, stage: int, size: str, arguments: argparse.Namespace, folder: Path) -> None:
-        self.measured: list[dict[str, float]] = []  # of each step after the warm-up, the mean over the ranks
+    def __init__(
+        self, contender: str, stage: int, size: str, arguments: argparse.Namespace, folder: Path
+    ) -> None:
+        # of each step after the warm-up, the mean over the ranks
+        self.measured: list[dict[str, float]] = []
         self.peak_mb: float | None = None
         self.error: str | None = None
         self.processes, self.pipes = [], []
@@ -73,7 +86,9 @@ class Job:
                 pipe.send(num_steps)
 
     def replies(self) -> list[Any]:
-        """What each rank answered; nothing, and the job's end, once one failed: the other may wait for it forever."""
+        """What each rank answered; nothing, and the job's end, once one failed: the
+        other may wait for it forever.
+        """
         answers: dict[int, Any] = {}
         while len(answers) < self.world_size and not self.error:
             waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
@@ -101,7 +116,10 @@ class Job:
             return []
         self.peak_mb = max(peak_mb for _, peak_mb in replies)
         steps = zip(*(measured for measured, _ in replies))
-        return [{name: statistics.fmean(rank[name] for rank in step) for name in step[0]} for step in steps]
+        return [
+            {name: statistics.fmean(rank[name] for rank in step) for name in step[0]}
+            for step in steps
+        ]
 
     def end(self) -> None:
         if not self.error:
@@ -114,7 +132,9 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. Ratios are of medians; `None` where there is nothing to compare."""
+    """One line of the table. Ratios are of medians; `None` where there is nothing to
+    compare.
+    """
 
     size: str
     stage: int
@@ -137,11 +157,15 @@ class Row:
 def run_stage(
     size: str, stage: int, contenders: list[str], arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Job]:
-    """Starts the jobs, warms each up, then gives each a block of steps per round, in an order that turns by one."""
+    """Starts the jobs, warms each up, then gives each a block of steps per round, in an
+    order that turns by one.
+    """
     folder = (arguments.out / "logs" / f"{size}_{stage}").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    task = progress.add_task(f"{size}, stage {stage}", total=(arguments.rounds + 1) * len(contenders))
+    task = progress.add_task(
+        f"{size}, stage {stage}", total=(arguments.rounds + 1) * len(contenders)
+    )
     jobs: dict[str, Job] = {}
     for contender in contenders:
         jobs[contender] = Job(contender, stage, size, arguments, folder)
@@ -158,12 +182,18 @@ def run_stage(
 
 
 def make_rows(size: str, stage: int, jobs: dict[str, Job]) -> list[Row]:
-    """A row per contender, in the order given, and one for the floor's forward and backward pass."""
-    times = {name: [step["step"] for step in job.measured] for name, job in jobs.items() if not job.error}
+    """A row per contender, in the order given, and one for the floor's forward and
+    backward pass.
+    """
+    times = {
+        name: [step["step"] for step in job.measured] for name, job in jobs.items() if not job.error
+    }
     if "floor" in times:
         times[BARE] = [step["compute"] for step in jobs["floor"].measured]
     medians = {name: statistics.median(of_name) for name, of_name in times.items()}
-    peers = [name for name in medians if not name.startswith("fzero") and name not in ("floor", BARE)]
+    peers = [
+        name for name in medians if not name.startswith("fzero") and name not in ("floor", BARE)
+    ]
     fastest = min((medians[name] for name in peers), default=None)
     rows = [Row(size, stage, name, error=job.error) for name, job in jobs.items() if job.error]
     for name, median in medians.items():
@@ -181,16 +211,33 @@ def make_rows(size: str, stage: int, jobs: dict[str, Job]) -> list[Row]:
         if not row.is_bound:
             processor_ms = statistics.median(step["processor"] for step in jobs[name].measured)
             loss = jobs[name].measured[-1]["loss"]
-            row = dataclasses.replace(row, processor_ms=processor_ms, peak_mb=jobs[name].peak_mb, loss=loss)
+            row = dataclasses.replace(
+                row, processor_ms=processor_ms, peak_mb=jobs[name].peak_mb, loss=loss
+            )
         rows.append(row)
     order = [*jobs, BARE]
     return sorted(rows, key=lambda row: order.index(row.contender))
 
 
 def make_table(size: str, rows: list[Row]) -> Table:
-    """Of fzero's rows, green meets the goal, yellow is no slower than the fastest peer, red is slower."""
-    table = Table(title=f"{size}: ranks of one thread, medians", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("stage", "contender", "ms", "IQR", "CPU ms", "/ peer", "/ floor", "efficiency", "peak MB", "loss"):
+    """Of fzero's rows, green meets the goal, yellow is no slower than the fastest peer,
+    red is slower.
+    """
+    table = Table(
+        title=f"{size}: ranks of one thread, medians", box=box.SIMPLE, padding=(0, 1, 0, 0)
+    )
+    for title in (
+        "stage",
+        "contender",
+        "ms",
+        "IQR",
+        "CPU ms",
+        "/ peer",
+        "/ floor",
+        "efficiency",
+        "peak MB",
+        "loss",
+    ):
         table.add_column(title, no_wrap=True, justify="left" if title == "contender" else "right")
     for row, after in zip(rows, [*rows[1:], None]):
         style = "dim" if row.is_bound else ""
@@ -200,7 +247,10 @@ def make_table(size: str, rows: list[Row]) -> Table:
         times = (row.median_ms, 0), (row.iqr_ms, 0), (row.processor_ms, 0)
         ratios = (row.to_fastest_peer, 3), (row.to_floor, 3), (row.efficiency, 3)
         more = (row.peak_mb, 0), (row.loss, 5)
-        texts = ["–" if value is None else f"{value:.{digits}f}" for value, digits in (*times, *ratios, *more)]
+        texts = [
+            "–" if value is None else f"{value:.{digits}f}"
+            for value, digits in (*times, *ratios, *more)
+        ]
         if row.error:
             texts[0], style = "failed", "red"
         last_of_stage = after is None or after.stage != row.stage
@@ -215,22 +265,36 @@ def warnings(rows: list[Row], dtype: str) -> Iterator[str]:
         if row.error:
             yield f"{row.contender}, stage {row.stage}: {row.error}"
         if row.loss is not None and not abs(row.loss - middle) <= LOSS_TOLERANCE[dtype]:
-            yield f"{row.contender}, stage {row.stage}: its last loss is {row.loss:.5f}, the others' {middle:.5f}"
+            yield (
+                f"{row.contender}, stage {row.stage}: its last loss is {row.loss:.5f}, the "
+                f"others' {middle:.5f}"
+            )
 
 
 def floors_parts(size: str, steps: dict[str, list[dict[str, float]]]) -> Iterator[str]:
-    """The medians of the floor's parts in each stage; `copies` and `casts` are beside it."""
+    """The medians of the floor's parts in each stage; `copies` and `casts` are beside
+    it.
+    """
     for name, measured in steps.items():
         if name.startswith(f"{size}, ") and name.endswith(", floor") and measured:
-            parts = {part: statistics.median(step[part] for step in measured) for part in measured[0]}
+            parts = {
+                part: statistics.median(step[part] for step in measured) for part in measured[0]
+            }
             yield f"{name}: " + ", ".join(f"{part} {ms:.1f} ms" for part, ms in parts.items())
 
 
-COLOURS = {"fzero": "#d9622b", "fzero engine": "#8c8c8c", "fzero block": "#e8965f", "fzero step": "#8f3a12"}
+COLOURS = {
+    "fzero": "#d9622b",
+    "fzero engine": "#8c8c8c",
+    "fzero block": "#e8965f",
+    "fzero step": "#8f3a12",
+}
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """fzero's step time and peak memory by stage, each over the best peer's: a bar below the line is better than every peer."""
+    """fzero's step time and peak memory by stage, each over the best peer's: a bar
+    below the line is better than every peer.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -249,8 +313,12 @@ def draw(rows: list[Row], path: Path) -> None:
             best = min(peers, key=lambda row: getattr(row, what))
             if not stage and place:
                 place += 0.6  # between two sizes
-            name = best.contender.removesuffix(" + compile").replace("ZeroRedundancyOptimizer", "ZeRO-opt.")
-            ticks[place + 0.9 * (len(own) - 1) / 2] = f"{size}\nstage {stage}\n{name}\n{getattr(best, what):.0f} {unit}"
+            name = best.contender.removesuffix(" + compile").replace(
+                "ZeroRedundancyOptimizer", "ZeRO-opt."
+            )
+            ticks[place + 0.9 * (len(own) - 1) / 2] = (
+                f"{size}\nstage {stage}\n{name}\n{getattr(best, what):.0f} {unit}"
+            )
             for row in own:
                 ratio = getattr(row, what) / getattr(best, what)
                 axes.bar(place, ratio, width=0.8, color=COLOURS[row.contender], label=row.contender)
@@ -259,13 +327,17 @@ def draw(rows: list[Row], path: Path) -> None:
             place += 0.3
         axes.axhline(1, color="black", linewidth=1.2)
         title = "step time" if unit == "ms" else "peak memory of a rank"
-        axes.set_title(f"{title} / that of the best peer; below the line is better", loc="left", fontsize=11)
+        axes.set_title(
+            f"{title} / that of the best peer; below the line is better", loc="left", fontsize=11
+        )
         axes.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
         axes.tick_params(axis="x", length=0)
         axes.spines[["top", "right"]].set_visible(False)
     handles = dict(zip(*reversed(both[0].get_legend_handles_labels())))
     if len(handles) > 1:
-        figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), frameon=False)
+        figure.legend(
+            handles.values(), handles, loc="outside upper center", ncols=len(handles), frameon=False
+        )
     figure.savefig(path, dpi=110)
 
 
@@ -273,26 +345,62 @@ def parse_arguments() -> argparse.Namespace:
     def names_of(known: list[str]) -> Any:
         def parse(text: str) -> list[str]:
             if unknown := set(text.split(",")) - set(known):
-                raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(known)}")
+                raise argparse.ArgumentTypeError(
+                    f"{', '.join(unknown)} is none of {', '.join(known)}"
+                )
             return [name for name in known if name in text.split(",")]
 
         return parse
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     everybody = list(dict.fromkeys((*EAGER, *COMPILED, *ALONE)))
-    for option, known in (("--sizes", list(SIZES)), ("--contenders", everybody), ("--stages", list("0123"))):
-        parser.add_argument(option, type=names_of(known), default=known, help=f"of: {','.join(known)} (default: all)")
-    parser.add_argument("--dtype", choices=LOSS_TOLERANCE, default="fp32", help="of the model (default: %(default)s)")
+    for option, known in (
+        ("--sizes", list(SIZES)),
+        ("--contenders", everybody),
+        ("--stages", list("0123")),
+    ):
+        parser.add_argument(
+            option,
+            type=names_of(known),
+            default=known,
+            help=f"of: {','.join(known)} (default: all)",
+        )
+    parser.add_argument(
+        "--dtype",
+        choices=LOSS_TOLERANCE,
+        default="fp32",
+        help="of the model (default: %(default)s)",
+    )
     sets = parser.add_mutually_exclusive_group()
     for name, what in (
         ("compile", "compiled contenders, and fzero's eager step"),
-        ("alone", "one process: the bare loop, eager and compiled, beside fzero's; peaks are those after the warm-up"),
+        (
+            "alone",
+            "one process: the bare loop, eager and compiled, beside fzero's; peaks are those after "
+            "the warm-up",
+        ),
     ):
-        sets.add_argument(f"--{name}", dest="set_name", action="store_const", const=name, default="eager", help=what)
-    parser.add_argument("--rounds", type=int, default=6, help="blocks per contender (default: %(default)s)")
-    parser.add_argument("--steps-per-round", type=int, default=5, help="steps per block (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("out/peers"), help="folder (default: %(default)s)")
-    joined = "run nothing: one table and picture of runs whose folders these are, and of their results alone"
+        sets.add_argument(
+            f"--{name}",
+            dest="set_name",
+            action="store_const",
+            const=name,
+            default="eager",
+            help=what,
+        )
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="blocks per contender (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps-per-round", type=int, default=5, help="steps per block (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/peers"), help="folder (default: %(default)s)"
+    )
+    joined = (
+        "run nothing: one table and picture of runs whose folders these are, and of their "
+        "results alone"
+    )
     parser.add_argument("--join", type=Path, nargs="+", metavar="FOLDER", help=joined)
     parser.add_argument("--quick", action="store_true", help="the small size, 2 rounds of 3 steps")
     arguments = parser.parse_args()
@@ -303,7 +411,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def join(folders: list[Path], out: Path) -> None:
     """The table and the picture of several runs, say of two stages each."""
-    rows = [Row(**row) for folder in folders for row in json.loads((folder / "results.json").read_text())["rows"]]
+    rows = [
+        Row(**row)
+        for folder in folders
+        for row in json.loads((folder / "results.json").read_text())["rows"]
+    ]
     rows.sort(key=lambda row: (list(SIZES).index(row.size), row.stage))
     for size in dict.fromkeys(row.size for row in rows):
         print_report(make_table(size, [row for row in rows if row.size == size]))
@@ -324,11 +436,17 @@ def main() -> None:
         with Progress(*columns, console=console, transient=True) as progress:
             for stage in map(int, arguments.stages):
                 known = {name: stages for name, (_, stages, _) in SETS[arguments.set_name].items()}
-                if not (contenders := [name for name in arguments.contenders if stage in known.get(name, ())]):
+                if not (
+                    contenders := [
+                        name for name in arguments.contenders if stage in known.get(name, ())
+                    ]
+                ):
                     continue
                 jobs = run_stage(size, stage, contenders, arguments, progress)
                 rows += make_rows(size, stage, jobs)
-                steps |= {f"{size}, stage {stage}, {name}": job.measured for name, job in jobs.items()}
+                steps |= {
+                    f"{size}, stage {stage}, {name}": job.measured for name, job in jobs.items()
+                }
         of_size = [row for row in rows if row.size == size]
         print_report(make_table(size, of_size))
         for line in floors_parts(size, steps):

@@ -1,21 +1,30 @@
-"""Is a plan right? Planned bytes and seconds beside those of real steps, over models, stages, dtypes and variants.
+"""Is a plan right? Planned bytes and seconds beside those of real steps, over models,
+stages, dtypes and variants.
 
-    python benchmarks/plans.py memory            an hour; other work on the machine does not matter
-    python benchmarks/plans.py time              half an hour on a quiet machine
-    python benchmarks/plans.py time --models GPT,Llama --stages 0,3 --variants plain       three minutes
-    python benchmarks/plans.py memory --models GPT --stages 0,3 --variants plain,files --out out/mine
+    python benchmarks/plans.py memory
+        an hour; other work on the machine does not matter
+    python benchmarks/plans.py time
+        half an hour on a quiet machine
+    python benchmarks/plans.py time --models GPT,Llama --stages 0,3 --variants plain
+        three minutes
+    python benchmarks/plans.py memory --models GPT --stages 0,3 --variants plain,files
+    --out out/mine
 
-Variants: as it is, with activation checkpointing, with two micro-steps, and with the optimizer's state in host memory or files.
+Variants: as it is, with activation checkpointing, with two micro-steps, and with the
+optimizer's state in host memory or files.
 
-Each case is a job of two ranks with one thread each, on gloo, in fresh processes, planned by
-`fzero.estimation.compare_plans` with `device="cpu"`. Of four numbers for each case the plan is compared with what was
-measured: bytes of *model state* (resident when only the state is left, beyond what there was before `init`), of the
-*rest* between steps (with the working buffers that a step keeps on a CPU), at the *peak* of a step, and of the *activations*:
-the peak beyond the rest. glibc gives
-memory back at once, so that what is resident is what is held; a small model of the same kind has run before, so that
-libraries are loaded. Seconds are the median of steps of processes that keep their memory, planned at the mean of the rates
-that the same processes measure at once before, between and after these steps: a machine drifts in minutes. On a busy machine
-`--processor-time` takes seconds of the processor for both, without those in which a process waits or others run; files have none.
+Each case is a job of two ranks with one thread each, on gloo, in fresh processes,
+planned by `fzero.estimation.compare_plans` with `device="cpu"`. Of four numbers for
+each case the plan is compared with what was measured: bytes of *model state* (resident
+when only the state is left, beyond what there was before `init`), of the *rest* between
+steps (with the working buffers that a step keeps on a CPU), at the *peak* of a step,
+and of the *activations*: the peak beyond the rest. glibc gives memory back at once, so
+that what is resident is what is held; a small model of the same kind has run before, so
+that libraries are loaded. Seconds are the median of steps of processes that keep their
+memory, planned at the mean of the rates that the same processes measure at once before,
+between and after these steps: a machine drifts in minutes. On a busy machine
+`--processor-time` takes seconds of the processor for both, without those in which a
+process waits or others run; files have none.
 """
 
 import argparse
@@ -57,20 +66,30 @@ def gpt(blocks: int) -> nn.Module:
 def llama(blocks: int) -> nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=8000, hidden_size=512, num_hidden_layers=blocks, num_attention_heads=8, intermediate_size=1376,
-            use_cache=False, tie_word_embeddings=False,
+            vocab_size=8000,
+            hidden_size=512,
+            num_hidden_layers=blocks,
+            num_attention_heads=8,
+            intermediate_size=1376,
+            use_cache=False,
+            tie_word_embeddings=False,
         )
-    )  # fmt: skip
+    )
 
 
 def bert(blocks: int) -> nn.Module:
     """Whose head is tied to its embedding."""
     return BertForMaskedLM(
         BertConfig(
-            vocab_size=8000, hidden_size=512, num_hidden_layers=blocks, num_attention_heads=8, intermediate_size=2048,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            vocab_size=8000,
+            hidden_size=512,
+            num_hidden_layers=blocks,
+            num_attention_heads=8,
+            intermediate_size=2048,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
-    )  # fmt: skip
+    )
 
 
 class Residual(nn.Module):
@@ -79,7 +98,9 @@ class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         convs = [nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)]
-        self.inner = nn.Sequential(convs[0], nn.BatchNorm2d(width), nn.ReLU(), convs[1], nn.BatchNorm2d(width))
+        self.inner = nn.Sequential(
+            convs[0], nn.BatchNorm2d(width), nn.ReLU(), convs[1], nn.BatchNorm2d(width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + self.inner(x)).relu()
@@ -101,7 +122,12 @@ class ConvNet(nn.Module):
         return nn.functional.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
-MODELS: dict[str, Callable[[int], nn.Module]] = {"GPT": gpt, "Llama": llama, "BERT": bert, "convnet": ConvNet}
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "GPT": gpt,
+    "Llama": llama,
+    "BERT": bert,
+    "convnet": ConvNet,
+}
 NUM_BLOCKS = {"GPT": 8, "Llama": 6, "BERT": 6, "convnet": 12}
 RETURNS_LOSS = ("GPT", "convnet")
 """The models that take a tuple and return their loss."""
@@ -133,17 +159,32 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointed": {"activation_checkpointing": {"every": 1}},
     "accumulated": {"gradient_accumulation_steps": 2},
     "host": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-    "files": {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp/fzero-plans"}}},
+    "files": {
+        "zero_optimization": {
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp/fzero-plans"}
+        }
+    },
 }
-"""The keys that each variant sets. (Host memory is the device's on a CPU: offload to it moves nothing.)"""
+"""The keys that each variant sets. (Host memory is the device's on a CPU: offload to it
+moves nothing.)
+"""
 
 
 def keys_of(name: str, stage: int, precision: str, variant: str, rows: int) -> dict[str, Any]:
     own = VARIANTS[variant]
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 10_000, **own.get("zero_optimization", {})}
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 10_000,
+        **own.get("zero_optimization", {}),
+    }
     is_low = precision == "bf16"
     sizes = {"train_micro_batch_size_per_gpu": rows}
-    keys = {**own, **sizes, "bf16": {"enabled": is_low, "auto_cast": is_low}, "zero_optimization": zero}
+    keys = {
+        **own,
+        **sizes,
+        "bf16": {"enabled": is_low, "auto_cast": is_low},
+        "zero_optimization": zero,
+    }
     if name == "convnet" and is_low:
         keys["data_types"] = {
             "buffer_dtype": "bfloat16"
@@ -151,7 +192,7 @@ def keys_of(name: str, stage: int, precision: str, variant: str, rows: int) -> d
     return keys
 
 
-# --- measured ----------------------------------------------------------------------------------------------------
+# --- measured -------------------------------------------------------------------------------------
 
 
 def fill(module: nn.Module) -> None:
@@ -171,16 +212,25 @@ NUM_WARM = 2
 
 
 def train(
-    name: str, blocks: int, keys: dict[str, Any], num_steps: int, rows: int, measure: Callable[[], object] = tuple
+    name: str,
+    blocks: int,
+    keys: dict[str, Any],
+    num_steps: int,
+    rows: int,
+    measure: Callable[[], object] = tuple,
 ) -> dict[str, float]:
-    """Steps of a model, with what is resident at their peak, between them, and when only the state is left.
+    """Steps of a model, with what is resident at their peak, between them, and when
+    only the state is left.
 
     `measure` runs before, in the middle of and after the steps that count.
     """
     torch.manual_seed(0)
     step = fzero.make_train_step(built(name, blocks), keys, loss_fn=loss_of)
     with torch.no_grad():
-        state, batch = step.init(init_fn=fill), batch_of(name, rows, of_step=step.plan.num_micro_steps)
+        state, batch = (
+            step.init(init_fn=fill),
+            batch_of(name, rows, of_step=step.plan.num_micro_steps),
+        )
     seconds = []
     for index in range(num_steps):
         if index == NUM_WARM:
@@ -192,7 +242,11 @@ def train(
         state, _ = step(state, batch)
         seconds.append(time.perf_counter() - began)
     counted = seconds[NUM_WARM:] or seconds
-    found = {"peak": status("VmHWM"), "rest": status("VmRSS"), "seconds": statistics.median(counted)}
+    found = {
+        "peak": status("VmHWM"),
+        "rest": status("VmRSS"),
+        "seconds": statistics.median(counted),
+    }
     measure()
     found["activations"] = found["peak"] - found["rest"]
     del step, batch
@@ -201,7 +255,14 @@ def train(
 
 
 def run_rank(
-    name: str, keys: dict[str, Any], num_steps: int, what: str, clock: str, rank: int, port: int, pipe: Any
+    name: str,
+    keys: dict[str, Any],
+    num_steps: int,
+    what: str,
+    clock: str,
+    rank: int,
+    port: int,
+    pipe: Any,
 ) -> None:
     time.perf_counter = getattr(time, clock)  # of steps and of rates
     os.environ |= {
@@ -221,7 +282,15 @@ def run_rank(
             rates.append(rates_of_rank(axis, torch.device("cpu")))
 
     found = train(name, NUM_BLOCKS[name], keys, num_steps, rows, measure)
-    pipe.send(({key: value - before * (key not in ("seconds", "activations")) for key, value in found.items()}, rates))
+    pipe.send(
+        (
+            {
+                key: value - before * (key not in ("seconds", "activations"))
+                for key, value in found.items()
+            },
+            rates,
+        )
+    )
     fzero.shutdown()
 
 
@@ -237,7 +306,12 @@ def measured(
     for rank in range(NUM_RANKS):
         ours, theirs = fresh.Pipe()
         jobs.append(
-            (fresh.Process(target=run_rank, args=(name, keys, num_steps, what, clock, rank, port, theirs)), ours)
+            (
+                fresh.Process(
+                    target=run_rank, args=(name, keys, num_steps, what, clock, rank, port, theirs)
+                ),
+                ours,
+            )
         )
         jobs[-1][0].start()
         theirs.close()
@@ -248,7 +322,7 @@ def measured(
     return mean, [mean_rates(moment) for moment in zip(*(rates for _, rates in found), strict=True)]
 
 
-# --- planned -----------------------------------------------------------------------------------------------------
+# --- planned --------------------------------------------------------------------------------------
 
 
 class Wrapped(nn.Module):
@@ -273,7 +347,7 @@ def planned(
     return compared[compared.given]
 
 
-# --- the tables --------------------------------------------------------------------------------------------------
+# --- the tables -----------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
@@ -285,15 +359,25 @@ def run(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
             continue  # every rank would write all of it
         keys = keys_of(name, stage, precision, variant, rows)
         both = disk_rates(Path("/tmp")) if args.what == "time" and variant == "files" else ()
-        write, read = [rate / NUM_RANKS for rate in both] or (None, None)  # the ranks share the disk
+        # the ranks share the disk
+        write, read = [rate / NUM_RANKS for rate in both] or (None, None)
         found, rates = measured(
-            name, keys, num_steps, args.what, "process_time" if args.processor_time else "perf_counter"
+            name,
+            keys,
+            num_steps,
+            args.what,
+            "process_time" if args.processor_time else "perf_counter",
         )
         rates = [replace(one, disk_write=write, disk_read=read) for one in rates]
         rate = mean_rates(rates) if rates else None
         plan = planned(name, keys, rate.machine if rate else fzero.graph.MachineModel(), rows)
-        of_plan = {"state": sum(plan.step.state.values()), "rest": plan.step.at_rest, "peak": plan.step.nbytes}
-        of_plan = {what: nbytes + plan.step.host_pool for what, nbytes in of_plan.items()}  # 0 unless state is in files
+        of_plan = {
+            "state": sum(plan.step.state.values()),
+            "rest": plan.step.at_rest,
+            "peak": plan.step.nbytes,
+        }
+        # 0 unless state is in files
+        of_plan = {what: nbytes + plan.step.host_pool for what, nbytes in of_plan.items()}
         of_plan["activations"] = of_plan["peak"] - of_plan["rest"]
         case = {"model": name, "precision": precision, "variant": variant, "stage": stage}
         yield case | {
@@ -303,7 +387,9 @@ def run(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
             "rates": [asdict(one) for one in rates],
         }
         if args.verbose:
-            console.print(case, found, of_plan, plan.seconds, plan.step.description, rate, soft_wrap=True)
+            console.print(
+                case, found, of_plan, plan.seconds, plan.step.description, rate, soft_wrap=True
+            )
 
 
 def table_of(cases: list[dict[str, Any]], names: tuple[str, ...], scale: float, unit: str) -> Table:
@@ -325,8 +411,12 @@ def errors(cases: list[dict[str, Any]], name: str) -> list[float]:
     return [case["planned"][name] / case["measured"][name] - 1 for case in cases]
 
 
-def ranking(cases: list[dict[str, Any]], *, by: tuple[str, ...], margin: float = 0.03) -> tuple[int, int]:
-    """Of pairs of cases that differ in nothing but `by`, and in time by more than the margin: how many the plan ranks right."""
+def ranking(
+    cases: list[dict[str, Any]], *, by: tuple[str, ...], margin: float = 0.03
+) -> tuple[int, int]:
+    """Of pairs of cases that differ in nothing but `by`, and in time by more than the
+    margin: how many the plan ranks right.
+    """
     fields = ("model", "precision", "variant", "stage")
     right = total = 0
     for index, a in enumerate(cases):
@@ -355,20 +445,26 @@ def print_rates(cases: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("what", choices=("memory", "time"))
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--stages", default="0,1,2,3")
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--steps", type=int, default=8, help="of each case, for times; two do not count")
-    parser.add_argument("--processor-time", action="store_true", help="of steps and rates, for a busy machine")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="of each case, for times; two do not count"
+    )
+    parser.add_argument(
+        "--processor-time", action="store_true", help="of steps and rates, for a busy machine"
+    )
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("out/plans"))
     args = parser.parse_args()
     if args.processor_time and "files" in args.variants.split(","):
         parser.error("--processor-time: the disk takes none; leave files out of --variants")
-    if args.what == "memory" and any(os.environ.get(name) != value for name, value in GIVES_BACK.items()):
+    if args.what == "memory" and any(
+        os.environ.get(name) != value for name, value in GIVES_BACK.items()
+    ):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | GIVES_BACK)
     console = Console(highlight=False, width=120)
     get_context("forkserver").set_forkserver_preload(["plans"])
@@ -379,16 +475,21 @@ def main() -> None:
             found = errors(cases, name)
             missed = sum(abs(error) > bar for error in found)
             console.print(
-                f"{name}: from {min(found):+.1%} to {max(found):+.1%}, {missed} of {len(found)} off by more than {bar:.0%}"
+                f"{name}: from {min(found):+.1%} to {max(found):+.1%}, {missed} of {len(found)} "
+                f"off by more than {bar:.0%}"
             )
     else:
         print_report(table_of(cases, ("seconds",), 1.0, "s"))
         found = errors(cases, "seconds")
-        console.print(f"error: median {statistics.median(map(abs, found)):.0%}, worst {max(found, key=abs):+.0%}")
+        console.print(
+            f"error: median {statistics.median(map(abs, found)):.0%}, worst "
+            f"{max(found, key=abs):+.0%}"
+        )
         for by in (("stage",), ("variant",), ("stage", "variant"), ("precision",)):
             right, total = ranking(cases, by=by)
             console.print(
-                f"of pairs that differ in {' or '.join(by)} by more than 3 %: {right} of {total} are ranked right"
+                f"of pairs that differ in {' or '.join(by)} by more than 3 %: {right} of {total} "
+                f"are ranked right"
             )
         print_rates(cases, console)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,10 @@
-"""Where does a step's time go? A torch.profiler trace of rank 0 and a table of its largest parts.
+"""Where does a step's time go? A torch.profiler trace of rank 0 and a table of its
+largest parts.
 
     python benchmarks/profile_step.py --stage 2 --mode step        # eager, block or step
 
-Two ranks of one thread each, after a warm-up. Writes a trace for chrome://tracing or perfetto to out/profile. The profiler
-itself takes a few milliseconds of a step.
+Two ranks of one thread each, after a warm-up. Writes a trace for chrome://tracing or
+perfetto to out/profile. The profiler itself takes a few milliseconds of a step.
 """
 
 import argparse
@@ -25,7 +26,8 @@ WORLD_SIZE, NUM_WARMUP_STEPS, NUM_STEPS, NUM_ROWS = 2, 4, 8, 20
 def run_rank(rank: int, arguments: argparse.Namespace) -> None:
     import torch._inductor.config
 
-    torch._inductor.config.cpp.enable_kernel_profile = True  # so that generated kernels have names in the trace
+    # so that generated kernels have names in the trace
+    torch._inductor.config.cpp.enable_kernel_profile = True
     torch.set_num_threads(1)
     store = dist.FileStore(str(arguments.out / "ranks.store"), WORLD_SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
@@ -44,12 +46,19 @@ def run_rank(rank: int, arguments: argparse.Namespace) -> None:
 
 
 def show(profiler: profile, arguments: argparse.Namespace) -> None:
-    path = arguments.out / f"{arguments.size}_stage{arguments.stage}_{arguments.mode}_{arguments.dtype}.json"
+    path = (
+        arguments.out
+        / f"{arguments.size}_stage{arguments.stage}_{arguments.mode}_{arguments.dtype}.json"
+    )
     profiler.export_chrome_trace(str(path))
-    table = Table(title=f"{arguments.mode}, stage {arguments.stage}: ms of each part by itself, per step")
+    table = Table(
+        title=f"{arguments.mode}, stage {arguments.stage}: ms of each part by itself, per step"
+    )
     for title in ("ms", "calls", "part"):
         table.add_column(title, justify="left" if title == "part" else "right")
-    for event in sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)[:NUM_ROWS]:
+    for event in sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)[
+        :NUM_ROWS
+    ]:
         ms, calls = event.self_cpu_time_total / 1e3 / NUM_STEPS, event.count / NUM_STEPS
         table.add_row(f"{ms:.2f}", f"{calls:.0f}", event.key[:80])
     print_report(table)
@@ -57,12 +66,16 @@ def show(profiler: profile, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--stage", type=int, choices=range(4), default=2)
-    parser.add_argument("--mode", choices=("eager", "block", "step"), default="step", help="what is compiled")
+    parser.add_argument(
+        "--mode", choices=("eager", "block", "step"), default="step", help="what is compiled"
+    )
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--out", type=Path, default=Path("out/profile"), help="folder (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/profile"), help="folder (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)

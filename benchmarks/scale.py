@@ -1,15 +1,20 @@
-"""What would a step of a large model on many ranks do? Captured and scheduled in this process, on tensors without memory.
+"""What would a step of a large model on many ranks do? Captured and scheduled in this
+process, on tensors without memory.
 
-    python benchmarks/scale.py                                  7B on 64 ranks and 70B on 1024, stage 3
+    python benchmarks/scale.py
+        7B on 64 ranks and 70B on 1024, stage 3
     python benchmarks/scale.py --models 7b --ranks 64 --stages 0,1,2,3
-    python benchmarks/scale.py --blocks 8,32,128                what the passes cost, by number of blocks
+    python benchmarks/scale.py --blocks 8,32,128
+        what the passes cost, by number of blocks
 
-Builds transformers' Llama on `meta`, plans it in all stages and placements (`fzero.estimation.compare_plans`), makes a step on a
-`fzero.comms.AbstractAxis` axis, captures its graph with `step.trace`, and puts it in order as a compiled step does: bf16
-beside an fp32 master, AdamW, one sequence of 4096 tokens on each rank, collectives as on NCCL. Beside what the graph holds
-and sends stand the formulas: 16Ψ/W bytes of state, and 3Ψ(W-1)/W elements sent in stage 3, 2Ψ(W-1)/W in the others (ZeRO,
-sections 3 and 7). Bytes alive are the graph's: every tensor from the node that makes it to its last use, nothing fused,
-no activation checkpointing.
+Builds transformers' Llama on `meta`, plans it in all stages and placements
+(`fzero.estimation.compare_plans`), makes a step on a `fzero.comms.AbstractAxis` axis,
+captures its graph with `step.trace`, and puts it in order as a compiled step does: bf16
+beside an fp32 master, AdamW, one sequence of 4096 tokens on each rank, collectives as
+on NCCL. Beside what the graph holds and sends stand the formulas: 16Ψ/W bytes of state,
+and 3Ψ(W-1)/W elements sent in stage 3, 2Ψ(W-1)/W in the others (ZeRO, sections 3 and
+7). Bytes alive are the graph's: every tensor from the node that makes it to its last
+use, nothing fused, no activation checkpointing.
 Prints a table; writes it and pictures to out/scale/.
 """
 
@@ -30,20 +35,31 @@ import fzero
 from fzero.common import print_report
 
 CONTEXT = 4096
-MACHINE = fzero.graph.MachineModel(flops=4e14, memory=3e12, network=5e10)  # as of an accelerator of 2024
+# as of an accelerator of 2024
+MACHINE = fzero.graph.MachineModel(flops=4e14, memory=3e12, network=5e10)
 SIZES = {
-    "7b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008},
+    "7b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+    },
     "70b": {
-        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
         "intermediate_size": 28672,
     },
-}  # fmt: skip
+}
 PAIRS = (("7b", 64), ("70b", 1024))
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one step would do; bytes and elements of one rank, and seconds of one core (a machine may be shared)."""
+    """What one step would do; bytes and elements of one rank, and seconds of one core
+    (a machine may be shared).
+    """
 
     model: str
     world_size: int
@@ -71,7 +87,9 @@ def find(
     name: str, sizes: dict[str, int], *, world_size: int, stage: int, context: int = CONTEXT
 ) -> tuple[Found, fzero.graph.Timeline]:
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, use_cache=False, tie_word_embeddings=False, **sizes))
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=32000, use_cache=False, tie_word_embeddings=False, **sizes)
+        )
         tokens = torch.empty((1, context), dtype=torch.int64)
     model.train()
     cfg = {
@@ -92,7 +110,9 @@ def find(
         start = time.process_time()
         ordered = captured.scheduled()
         passes_s.append(time.process_time() - start)
-    timeline = ordered.timeline(MACHINE, title=f"Llama {name} in stage {stage} on {world_size} ranks")
+    timeline = ordered.timeline(
+        MACHINE, title=f"Llama {name} in stage {stage} on {world_size} ranks"
+    )
     psi = sum(param.numel() for param in model.parameters())
     state = [node.meta["val"].nbytes for node in ordered.graph.nodes if node.name in ordered.units]
     found = Found(
@@ -121,7 +141,9 @@ def find(
 
 
 def formula_bytes(psi: int, world_size: int, stage: int) -> float:
-    """ZeRO, figure 1, in bf16 with an fp32 master: 2Ψ parameters, 2Ψ gradients, 12Ψ of the optimizer."""
+    """ZeRO, figure 1, in bf16 with an fp32 master: 2Ψ parameters, 2Ψ gradients, 12Ψ of
+    the optimizer.
+    """
     shares = [world_size if stage >= divided_from else 1 for divided_from in (3, 2, 1)]
     return sum(nbytes * psi / share for nbytes, share in zip((2, 2, 12), shares))
 
@@ -148,7 +170,7 @@ ROWS: tuple[tuple[str, Callable[[Found], str]], ...] = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--models", help="7b, 70b or both; None is 7b on 64 ranks and 70b on 1024")
     parser.add_argument("--ranks", default="64", help="world sizes W, such as 64,1024")
     parser.add_argument("--stages", default="3")
@@ -156,8 +178,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/scale"))
     args = parser.parse_args()
     models = (args.models or ("7b" if args.blocks else "")).split(",")
-    pairs = [(name, int(ranks)) for name in models for ranks in args.ranks.split(",")] if models[0] else PAIRS
-    blocks = [{"num_hidden_layers": int(n)} for n in args.blocks.split(",")] if args.blocks else [{}]
+    pairs = (
+        [(name, int(ranks)) for name in models for ranks in args.ranks.split(",")]
+        if models[0]
+        else PAIRS
+    )
+    blocks = (
+        [{"num_hidden_layers": int(n)} for n in args.blocks.split(",")] if args.blocks else [{}]
+    )
     results = [
         find(name, SIZES[name] | other, world_size=ranks, stage=int(stage))
         for name, ranks in pairs
@@ -167,16 +195,24 @@ def main() -> None:
     table = Table("", title="Scale, estimated", title_justify="left")
     for found, _ in results:
         table.add_column(
-            f"{found.model}, {found.num_blocks} blocks\n{found.world_size} ranks, stage {found.stage}", justify="right"
+            f"{found.model}, {found.num_blocks} blocks\n{found.world_size} ranks, stage "
+            f"{found.stage}",
+            justify="right",
         )
     for name, show in ROWS:
         table.add_row(name, *(show(found) for found, _ in results))
     print_report(table)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "scale.json").write_text(json.dumps([asdict(found) for found, _ in results], indent=1))
-    for (name, ranks, num_blocks), group in groupby(results, lambda r: (r[0].model, r[0].world_size, r[0].num_blocks)):
+    (args.out / "scale.json").write_text(
+        json.dumps([asdict(found) for found, _ in results], indent=1)
+    )
+    for (name, ranks, num_blocks), group in groupby(
+        results, lambda r: (r[0].model, r[0].world_size, r[0].num_blocks)
+    ):
         first, *others = (timeline for _, timeline in group)
-        first.draw(*others).savefig(args.out / f"{name}_{num_blocks}_blocks_{ranks}_ranks.png", dpi=110)
+        first.draw(*others).savefig(
+            args.out / f"{name}_{num_blocks}_blocks_{ranks}_ranks.png", dpi=110
+        )
     print(f"numbers and pictures in {args.out}")
 
 

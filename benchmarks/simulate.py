@@ -1,7 +1,9 @@
-"""How much longer does a step of simulated ranks take than one rank's step on the same global batch?
+"""How much longer does a step of simulated ranks take than one rank's step on the same
+global batch?
 
-Both run in this process, on as many threads as torch has, and take turns. The simulated ranks hold a gradient each, so that
-memory grows with their number; in lockstep each also has its own copies of the modules.
+Both run in this process, on as many threads as torch has, and take turns. The simulated
+ranks hold a gradient each, so that memory grows with their number; in lockstep each
+also has its own copies of the modules.
 """
 
 from __future__ import annotations
@@ -30,8 +32,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
     size = SIZES[options.size]
-    table = Table(title=f"{options.size}: seconds per step, medians; {torch.get_num_threads()} threads")
-    for column in ("stage", "ranks", "one rank", "vmap", "lockstep", "vmap / one", "lockstep / one"):
+    table = Table(
+        title=f"{options.size}: seconds per step, medians; {torch.get_num_threads()} threads"
+    )
+    for column in (
+        "stage",
+        "ranks",
+        "one rank",
+        "vmap",
+        "lockstep",
+        "vmap / one",
+        "lockstep / one",
+    ):
         table.add_column(column, justify="right")
     for stage in options.stages:
         for num_ranks in options.ranks:

@@ -1,12 +1,16 @@
-"""When is sparse attention faster? Gathered blocks against PyTorch's dense attention, by length and density.
+"""When is sparse attention faster? Gathered blocks against PyTorch's dense attention,
+by length and density.
 
-    python benchmarks/sparse_attention.py                         1k to 8k tokens: tables, and out/sparse_attention/results.json
+    python benchmarks/sparse_attention.py
+        1k to 8k tokens: tables, and out/sparse_attention/results.json
     python benchmarks/sparse_attention.py --lengths 1024 --repeats 1
 
-Forward and backward of causal attention in fp32, blocks of 64 tokens, one thread. Time is the processor's own
-(`time.process_time`), so that another load on the machine counts little; the contenders take turns in rounds, and the best
-round counts. Memory is the growth of the process' peak in a forward and backward, each in a process of its own, and the mask. The
-break-even is the density at which blocks take as long as the baseline, on the line between the nearest two.
+Forward and backward of causal attention in fp32, blocks of 64 tokens, one thread. Time
+is the processor's own (`time.process_time`), so that another load on the machine counts
+little; the contenders take turns in rounds, and the best round counts. Memory is the
+growth of the process' peak in a forward and backward, each in a process of its own, and
+the mask. The break-even is the density at which blocks take as long as the baseline, on
+the line between the nearest two.
 """
 
 import argparse
@@ -57,13 +61,16 @@ def patterns(num_blocks: int) -> dict[str, Pattern]:
 
 
 def of_layout(layout: Layout) -> Attend:
-    return lambda q, k, v: sparse_attention(q, k, v, layout, block=BLOCK, causal=True, backend="blocks")
+    return lambda q, k, v: sparse_attention(
+        q, k, v, layout, block=BLOCK, causal=True, backend="blocks"
+    )
 
 
 def contenders(length: int) -> tuple[dict[str, Attend], dict[str, float]]:
     """The attentions of a length by name, and their densities."""
     layouts = {
-        name: pattern.layout(length // BLOCK).lower_triangle() for name, pattern in patterns(length // BLOCK).items()
+        name: pattern.layout(length // BLOCK).lower_triangle()
+        for name, pattern in patterns(length // BLOCK).items()
     }
     mask = dense_mask(layouts["fixed"], BLOCK, causal=True)
     baselines: dict[str, Attend] = {
@@ -72,7 +79,9 @@ def contenders(length: int) -> tuple[dict[str, Attend], dict[str, float]]:
     }
     found = {name: density(layout) for name, layout in layouts.items()}
     full = density(Dense().layout(length // BLOCK))
-    return baselines | {n: of_layout(x) for n, x in layouts.items()}, dict.fromkeys(baselines, full) | found
+    return baselines | {n: of_layout(x) for n, x in layouts.items()}, dict.fromkeys(
+        baselines, full
+    ) | found
 
 
 def inputs(length: int, heads: int, width: int) -> list[Tensor]:
@@ -94,7 +103,8 @@ def peak_of(attend: Attend, of: list[Tensor]) -> int:
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**16)  # tensors are mapped, and unmapped when they are freed
+        # tensors are mapped, and unmapped when they are freed
+        libc.mallopt(M_MMAP_THRESHOLD, 2**16)
         libc.malloc_trim(0)  # what the rounds before have freed
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = in_status("VmRSS")
@@ -119,17 +129,26 @@ def measure(length: int, heads: int, width: int, repeats: int) -> list[Row]:
             best[name] = min(best.get(name, (1e9, 1e9)), run(attend, of), key=sum)
     return [
         {
-            "name": name, "length": length, "density": densities[name], "forward": best[name][0], "backward": best[name][1],
-            "seconds": sum(best[name]), "bytes": peak_of(attend, of) + (length**2 if name == "SDPA, mask" else 0),
+            "name": name,
+            "length": length,
+            "density": densities[name],
+            "forward": best[name][0],
+            "backward": best[name][1],
+            "seconds": sum(best[name]),
+            "bytes": peak_of(attend, of) + (length**2 if name == "SDPA, mask" else 0),
         }
         for name, attend in attends.items()
-    ]  # fmt: skip
+    ]
 
 
 def break_even(rows: list[Row], baseline: str) -> float | None:
-    """The density at which blocks take the baseline's time; None where they are always faster."""
+    """The density at which blocks take the baseline's time; None where they are always
+    faster.
+    """
     points = sorted(
-        (float(row["density"]), float(row["seconds"])) for row in rows if not str(row["name"]).startswith("SDPA")
+        (float(row["density"]), float(row["seconds"]))
+        for row in rows
+        if not str(row["name"]).startswith("SDPA")
     )
     (limit,) = (float(row["seconds"]) for row in rows if row["name"] == baseline)
     for (low, fast), (high, slow) in zip(points, points[1:], strict=False):  # noqa: RUF007
@@ -140,13 +159,23 @@ def break_even(rows: list[Row], baseline: str) -> float | None:
 
 def table(length: int, rows: list[Row]) -> Table:
     shown = Table(title=f"{length} tokens", title_justify="left")
-    for column in ("attention", "density", "forward s", "backward s", "both s", "of is_causal", "peak MB"):
+    for column in (
+        "attention",
+        "density",
+        "forward s",
+        "backward s",
+        "both s",
+        "of is_causal",
+        "peak MB",
+    ):
         shown.add_column(column, justify="left" if column == "attention" else "right")
     causal = next(float(row["seconds"]) for row in rows if row["name"] == "SDPA, is_causal")
     for row in rows:
         both = float(row["seconds"])
         cells = [f"{row[key]:.3f}" for key in ("density", "forward", "backward", "seconds")]
-        shown.add_row(str(row["name"]), *cells, f"{both / causal:.2f}", f"{float(row['bytes']) / 1e6:.0f}")
+        shown.add_row(
+            str(row["name"]), *cells, f"{both / causal:.2f}", f"{float(row['bytes']) / 1e6:.0f}"
+        )
     found = {name: break_even(rows, name) for name in ("SDPA, is_causal", "SDPA, mask")}
     words = ", ".join(f"{name}: {'none' if x is None else f'{x:.2f}'}" for name, x in found.items())
     shown.caption, shown.caption_justify = f"break-even density against {words}", "left"
@@ -154,7 +183,9 @@ def table(length: int, rows: list[Row]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=64, help="of a head")

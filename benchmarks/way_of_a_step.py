@@ -1,11 +1,16 @@
-"""Through how many files and functions does one step run? The interpreter counts them, for fzero and FSDP2 in one run.
+"""Through how many files and functions does one step run? The interpreter counts them,
+for fzero and FSDP2 in one run.
 
-    python benchmarks/way_of_a_step.py             # the table
-    python benchmarks/way_of_a_step.py --list      # and fzero's files, with their functions and calls
+    python benchmarks/way_of_a_step.py
+        the table
+    python benchmarks/way_of_a_step.py --list
+        and fzero's files, with their functions and calls
 
-Two real ranks train a model of five units in stage 3, eagerly. Rank 0 counts every Python function that its fourth step enters,
-when orders of collectives have been learned. A reader of a step goes through as many. Comprehensions and generator expressions
-are not counted: a reader meets them in their function, and some Pythons run them as a function of their own, others do not.
+Two real ranks train a model of five units in stage 3, eagerly. Rank 0 counts every
+Python function that its fourth step enters, when orders of collectives have been
+learned. A reader of a step goes through as many. Comprehensions and generator
+expressions are not counted: a reader meets them in their function, and some Pythons run
+them as a function of their own, others do not.
 """
 
 import argparse
@@ -82,8 +87,10 @@ def run_rank(rank: int, folder: str, lists: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--list", action="store_true", help="fzero's files, with their functions and calls")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument(
+        "--list", action="store_true", help="fzero's files, with their functions and calls"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(run_rank, (folder, options.list), nprocs=WORLD_SIZE)

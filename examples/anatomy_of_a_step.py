@@ -1,13 +1,18 @@
 """A ZeRO train step composed by hand from four verbs; a stage is a row of specs.
 
-    python examples/anatomy_of_a_step.py                                 one rank
-    torchrun --nproc-per-node 2 examples/anatomy_of_a_step.py            two ranks, the same losses
-    python examples/anatomy_of_a_step.py --simulate 2                    two ranks as a dimension of tensors in one process
-    python examples/anatomy_of_a_step.py --compile                       each step as one graph (torch.compile), on any of these
+    python examples/anatomy_of_a_step.py
+        one rank
+    torchrun --nproc-per-node 2 examples/anatomy_of_a_step.py
+        two ranks, the same losses
+    python examples/anatomy_of_a_step.py --simulate 2
+        two ranks as a dimension of tensors in one process
+    python examples/anatomy_of_a_step.py --compile
+        each step as one graph (torch.compile), on any of these
 
-A spec relates a tensor to the ranks: each rank holds the full tensor (`Replicated`) or its own shard (`Sharded`). A stage
-has one spec each for the parameters, the gradients and the optimizer state (arXiv:1910.02054, figure 1).
-`fzero.make_train_step` makes the same step unit by unit, so that the full model is never gathered at once.
+A spec relates a tensor to the ranks: each rank holds the full tensor (`Replicated`) or
+its own shard (`Sharded`). A stage has one spec each for the parameters, the gradients
+and the optimizer state (arXiv:1910.02054, figure 1). `fzero.make_train_step` makes the
+same step unit by unit, so that the full model is never gathered at once.
 """
 
 import argparse
@@ -44,7 +49,9 @@ def move(tree: Tree, old: Tree, new: Tree, axis: Axis) -> Tree:
 
 def init(weights: Tree, stage: int, axis: Axis) -> tuple[Tree, Tree]:
     """A rank's parameters and optimizer state, from the full weights."""
-    full, params_spec, _, state_spec = (fzero.specs_of(weights, spec) for spec in (FULL, *STAGES[stage]))
+    full, params_spec, _, state_spec = (
+        fzero.specs_of(weights, spec) for spec in (FULL, *STAGES[stage])
+    )
     params, owned = move(weights, full, params_spec, axis), move(weights, full, state_spec, axis)
     return params, {name: SGD.init(shard) for name, shard in owned.items()}
 
@@ -52,15 +59,23 @@ def init(weights: Tree, stage: int, axis: Axis) -> tuple[Tree, Tree]:
 def step(
     params: Tree, state: Tree, batch: Tensor, model: nn.Module, stage: int, axis: Axis
 ) -> tuple[Tree, Tree, Tensor]:
-    """A rank's new parameters and optimizer state, and the loss of the batch of all ranks."""
+    """A rank's new parameters and optimizer state, and the loss of the batch of all
+    ranks.
+    """
     weights = dict(model.named_parameters())  # gives their shapes
-    full, params_spec, grads_spec, state_spec = (fzero.specs_of(weights, spec) for spec in (FULL, *STAGES[stage]))
+    full, params_spec, grads_spec, state_spec = (
+        fzero.specs_of(weights, spec) for spec in (FULL, *STAGES[stage])
+    )
 
     x = fzero.shard(batch, fzero.specs_of(batch, SHARDED), axis).view(-1, 1)  # this rank's samples
     grads, loss = grad_and_value(loss_fn)(move(params, params_spec, full, axis), model, x)
     grads = fzero.reduce_scatter_grads(grads, grads_spec, axis)  # now the mean over ranks
-    params, grads = move(params, params_spec, state_spec, axis), move(grads, grads_spec, state_spec, axis)
-    params, state = fzero.optimizer_update(SGD, params, grads, state)  # a rank updates what it holds the state of
+    params, grads = (
+        move(params, params_spec, state_spec, axis),
+        move(grads, grads_spec, state_spec, axis),
+    )
+    # a rank updates what it holds the state of
+    params, state = fzero.optimizer_update(SGD, params, grads, state)
     loss = fzero.reduce_scatter_grads(loss, fzero.specs_of(loss), axis)
     return move(params, state_spec, params_spec, axis), state, loss
 
@@ -72,8 +87,11 @@ def train(
     ranks: fzero.comms.Stacked | None = None,
     jit: Callable[[Callable], Callable] = lambda function: function,
 ) -> list[float]:
-    """The loss of each batch, on this process' rank or on simulated ranks; the model gives its structure and initial weights."""
-    axis = fzero.join() if ranks is None else ranks.axis()  # torchrun's ranks, or this process alone
+    """The loss of each batch, on this process' rank or on simulated ranks; the model
+    gives its structure and initial weights.
+    """
+    # torchrun's ranks, or this process alone
+    axis = fzero.join() if ranks is None else ranks.axis()
     each = ranks.each if ranks else lambda function: function
     weights = {name: param.detach() for name, param in model.named_parameters()}
 
@@ -103,7 +121,9 @@ def train_plainly(model: nn.Module, batches: Tensor) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Trains in all stages, composed from the verbs, and plainly.")
+    parser = argparse.ArgumentParser(
+        description="Trains in all stages, composed from the verbs, and plainly."
+    )
     parser.add_argument("--simulate", type=int, metavar="W", help="ranks in this process")
     parser.add_argument("--compile", action="store_true", help="capture each step as one graph")
     args = parser.parse_args()
@@ -116,10 +136,14 @@ def main() -> None:
     losses = {f"stage {stage}": train(model, batches, stage, ranks, jit) for stage in STAGES}
     losses["plain"] = train_plainly(model, batches)
     for name, curve in losses.items():
-        # Equal to rounding: the mean of the ranks' means adds in another order than the mean of the global batch.
+        # Equal to rounding: the mean of the ranks' means adds in another order than the mean of the
+        # global batch.
         torch.testing.assert_close(curve, losses["plain"], rtol=1e-5, atol=0)
         if axis.rank == 0:
-            print(f"{name:8} {args.simulate or axis.size} rank(s): loss {curve[0]:.6f} -> {curve[-1]:.6f}")
+            print(
+                f"{name:8} {args.simulate or axis.size} rank(s): loss {curve[0]:.6f} -> "
+                f"{curve[-1]:.6f}"
+            )
     fzero.shutdown()
 
 

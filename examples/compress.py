@@ -1,12 +1,17 @@
-"""An encoder, compressed by each technique of `compression_training`: its accuracy, and the time of the shrunk one.
+"""An encoder, compressed by each technique of `compression_training`: its accuracy, and
+the time of the shrunk one.
 
-    python examples/compress.py                # in a minute on two cores; torchrun --nproc-per-node 2 works, too
+    python examples/compress.py
+        in a minute on two cores; torchrun --nproc-per-node 2 works, too
     python examples/compress.py --steps 300
 
 1. A dense encoder learns to name the most frequent kind of token.
-2. Each technique goes on from its weights, compressed: `make_train_step` applies the block of the configuration by itself.
-3. `clean` makes that permanent; `shrunk` gives the smaller module, whose forward is timed.
-4. A student with two of the four layers begins with those of the dense encoder, and is distilled from it.
+2. Each technique goes on from its weights, compressed: `make_train_step` applies the
+  block of the configuration by itself.
+3. `clean` makes that permanent; `shrunk` gives the smaller module, whose forward is
+  timed.
+4. A student with two of the four layers begins with those of the dense encoder, and is
+  distilled from it.
 """
 
 from __future__ import annotations
@@ -27,7 +32,9 @@ WIDTH, HEADS, KINDS, LENGTH, BATCH = 64, 4, 4, 24, 64
 
 
 class Attention(nn.Module):
-    """Attention of all tokens to all tokens; the width of its heads follows from the size of its matrices."""
+    """Attention of all tokens to all tokens; the width of its heads follows from the
+    size of its matrices.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +44,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            of(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for of in (self.query, self.key, self.value)
+            of(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for of in (self.query, self.key, self.value)
         )
         mixed: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return mixed
@@ -49,7 +57,11 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.norm2, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm2, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -72,7 +84,9 @@ class Encoder(nn.Module):
 
 
 def task(index: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
-    """Tokens, and the most frequent of their kinds (a token's kind is its number modulo 4)."""
+    """Tokens, and the most frequent of their kinds (a token's kind is its number modulo
+    4).
+    """
     generator = torch.Generator().manual_seed(index)
     tokens = torch.randint(0, 16, (size, LENGTH), generator=generator)
     return tokens, F.one_hot(tokens % KINDS, KINDS).sum(1).argmax(1)
@@ -83,7 +97,9 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(tokens), kinds)
 
 
-def group(params: dict[str, Any], modules: list[str], related: Any = None, **shared: Any) -> dict[str, Any]:
+def group(
+    params: dict[str, Any], modules: list[str], related: Any = None, **shared: Any
+) -> dict[str, Any]:
     """A technique with one group, from update 10 on."""
     given = {"params": params, "modules": modules, "related_modules": related}
     return {
@@ -96,21 +112,35 @@ LINEARS = [r"attention\.", r"up$", r"down$"]
 QKV = [[r"attention\.(query)$", r"attention\.(key)$", r"attention\.(value)$"]]
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "none": {},
-    "weights of 8 bits": {"weight_quantization": group({"target_bits": 8}, LINEARS, quantize_weight_in_forward=True)},
-    "weights of 8→4 bits": {
-        "weight_quantization": group({"start_bits": 8, "target_bits": 4, "quantization_period": 5}, LINEARS)
+    "weights of 8 bits": {
+        "weight_quantization": group({"target_bits": 8}, LINEARS, quantize_weight_in_forward=True)
     },
-    "weights of 2 bits": {"weight_quantization": group({"target_bits": 2}, LINEARS, quantize_weight_in_forward=True)},
-    "inputs of 8 bits": {"activation_quantization": group({"bits": 8}, LINEARS, range_calibration="static")},
+    "weights of 8→4 bits": {
+        "weight_quantization": group(
+            {"start_bits": 8, "target_bits": 4, "quantization_period": 5}, LINEARS
+        )
+    },
+    "weights of 2 bits": {
+        "weight_quantization": group({"target_bits": 2}, LINEARS, quantize_weight_in_forward=True)
+    },
+    "inputs of 8 bits": {
+        "activation_quantization": group({"bits": 8}, LINEARS, range_calibration="static")
+    },
     "sparse, l1, half": {"sparse_pruning": group({"dense_ratio": 0.5}, LINEARS, method="l1")},
     "sparse, topk, half": {"sparse_pruning": group({"dense_ratio": 0.5}, LINEARS, method="topk")},
-    "rows, topk, half": {"row_pruning": group({"dense_ratio": 0.5}, ["up$"], [["down$"]], method="topk")},
+    "rows, topk, half": {
+        "row_pruning": group({"dense_ratio": 0.5}, ["up$"], [["down$"]], method="topk")
+    },
     "heads, topk, half": {
-        "head_pruning": group({"dense_ratio": 0.5}, [r"attention\.out$"], QKV, method="topk", num_heads=HEADS)
+        "head_pruning": group(
+            {"dense_ratio": 0.5}, [r"attention\.out$"], QKV, method="topk", num_heads=HEADS
+        )
     },
     "rows and heads": {
         "row_pruning": group({"dense_ratio": 0.25}, ["up$"], [["down$"]], method="topk"),
-        "head_pruning": group({"dense_ratio": 0.5}, [r"attention\.out$"], QKV, method="topk", num_heads=HEADS),
+        "head_pruning": group(
+            {"dense_ratio": 0.5}, [r"attention\.out$"], QKV, method="topk", num_heads=HEADS
+        ),
     },
 }
 """The block `compression_training` of each run."""
@@ -127,7 +157,9 @@ def config(techniques: dict[str, Any]) -> dict[str, Any]:
 def train(step: fzero.TrainStep, state: Any, num_steps: int) -> Any:
     for index in range(num_steps):
         tokens, kinds = task(index)
-        part = slice(step.rank * BATCH // step.world_size, (step.rank + 1) * BATCH // step.world_size)
+        part = slice(
+            step.rank * BATCH // step.world_size, (step.rank + 1) * BATCH // step.world_size
+        )
         state, _ = step(state, (tokens[part], kinds[part]))
     return state
 
@@ -140,7 +172,9 @@ def accuracy(model: nn.Module) -> float:
 
 @torch.no_grad()
 def milliseconds(model: nn.Module) -> float:
-    """The least processor time of a forward on one thread, in which another load on the machine counts little."""
+    """The least processor time of a forward on one thread, in which another load on the
+    machine counts little.
+    """
     tokens, _ = task(0, 256)
     times, num_threads = [], torch.get_num_threads()
     torch.set_num_threads(1)
@@ -153,11 +187,16 @@ def milliseconds(model: nn.Module) -> float:
 
 
 def distilled(dense: Encoder, num_steps: int) -> nn.Module:
-    """A student with two of the teacher's layers, which learns from the teacher's logits, too."""
+    """A student with two of the teacher's layers, which learns from the teacher's
+    logits, too.
+    """
     student = Encoder(num_layers=2)
     block = {
-        "enabled": True, "module_name_prefix": "layers", "teacher_layer": [1, 3], "other_module_name": ["embed", "classifier"],
-    }  # fmt: skip
+        "enabled": True,
+        "module_name_prefix": "layers",
+        "teacher_layer": [1, 3],
+        "other_module_name": ["embed", "classifier"],
+    }
     reduction = fzero.Config.load(
         {"compression_training": {"layer_reduction": block}}
     ).compression_training.layer_reduction
@@ -168,7 +207,9 @@ def distilled(dense: Encoder, num_steps: int) -> nn.Module:
         logits = model(tokens)
         with torch.no_grad():
             wanted = F.log_softmax(dense(tokens), -1)
-        distance = F.kl_div(F.log_softmax(logits, -1), wanted, log_target=True, reduction="batchmean")
+        distance = F.kl_div(
+            F.log_softmax(logits, -1), wanted, log_target=True, reduction="batchmean"
+        )
         return F.cross_entropy(logits, kinds) + distance
 
     step = fzero.make_train_step(student, config({}), loss_fn=loss_fn)
@@ -178,7 +219,9 @@ def distilled(dense: Encoder, num_steps: int) -> nn.Module:
 
 
 def main(num_steps: int = 120) -> dict[str, tuple[float, float]]:
-    """Trains each variant; returns its accuracy and the milliseconds of a forward, by name."""
+    """Trains each variant; returns its accuracy and the milliseconds of a forward, by
+    name.
+    """
     torch.manual_seed(0)
     dense = Encoder()
     step = fzero.make_train_step(dense, config({}), loss_fn=loss_of)
@@ -199,6 +242,8 @@ def main(num_steps: int = 120) -> dict[str, tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=120, help="updates of each run")
     main(parser.parse_args().steps)

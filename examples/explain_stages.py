@@ -1,9 +1,11 @@
-"""A picture of all four ZeRO stages: when a step computes, when it communicates, and which tensors are live.
+"""A picture of all four ZeRO stages: when a step computes, when it communicates, and
+which tensors are live.
 
     python examples/explain_stages.py --out docs/schedules.png
 
-`step.explain(batch)` captures the step as one graph on tensors without memory, schedules it, and computes its timeline from
-a simple machine model. Nothing runs: the eight ranks are abstract (`fzero.comms.AbstractAxis`), and the model is on `meta`.
+`step.explain(batch)` captures the step as one graph on tensors without memory,
+schedules it, and computes its timeline from a simple machine model. Nothing runs: the
+eight ranks are abstract (`fzero.comms.AbstractAxis`), and the model is on `meta`.
 """
 
 import argparse
@@ -20,7 +22,7 @@ MACHINE = fzero.graph.MachineModel(flops=4e12, memory=1e12, network=8e9, latency
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--size", choices=SIZES, default="medium")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("out/schedules.png"))

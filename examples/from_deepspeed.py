@@ -1,15 +1,20 @@
-"""A training script that was written for DeepSpeed, and runs on fzero. One line changed:
+"""A training script that was written for DeepSpeed, and runs on fzero. One line
+changed:
 
     - import deepspeed
     + import fzero.deepspeed as deepspeed
 
-    fzero --num_procs 2 examples/from_deepspeed.py --deepspeed_config examples/ds_config.json   # before: deepspeed --num_gpus 2 …
-    fzero --num_procs 2 examples/from_deepspeed.py --deepspeed_config examples/ds_config.json --steps 80   # continues
+    fzero --num_procs 2 examples/from_deepspeed.py --deepspeed_config examples/ds_config.json
+        before: deepspeed --num_gpus 2 …
+    fzero --num_procs 2 examples/from_deepspeed.py --deepspeed_config
+        examples/ds_config.json --steps 80 continues
 
-It has the usual parts of such scripts: a command line with `add_config_arguments`, a model that returns logits, the script's own
-loss between `engine(...)` and `engine.backward(...)`, a dataset for `training_data`, checkpoints from which it resumes, an
-evaluation, and a file with the weights. The model learns to add: it reads the digits of two numbers and predicts those of their
-sum. docs/deepspeed.md lists the differences.
+It has the usual parts of such scripts: a command line with `add_config_arguments`, a
+model that returns logits, the script's own loss between `engine(...)` and
+`engine.backward(...)`, a dataset for `training_data`, checkpoints from which it
+resumes, an evaluation, and a file with the weights. The model learns to add: it reads
+the digits of two numbers and predicts those of their sum. docs/deepspeed.md lists the
+differences.
 """
 
 import argparse
@@ -43,7 +48,11 @@ class Sums(Dataset):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -64,7 +73,10 @@ class Adder(nn.Module):
 def evaluate(engine: deepspeed.DeepSpeedEngine, data: Dataset) -> float:
     """The fraction of digits that are right."""
     engine.eval()
-    digits, sums = (torch.stack(column).to(engine.device) for column in zip(*(data[i] for i in range(len(data)))))
+    digits, sums = (
+        torch.stack(column).to(engine.device)
+        for column in zip(*(data[i] for i in range(len(data))))
+    )
     with torch.no_grad():
         right = (engine(digits).argmax(-1) == sums).float().mean().item()
     engine.train()
@@ -74,7 +86,9 @@ def evaluate(engine: deepspeed.DeepSpeedEngine, data: Dataset) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60, help="updates until the end")
-    parser.add_argument("--out", type=Path, default=Path("out/adder"), help="checkpoints and weights")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/adder"), help="checkpoints and weights"
+    )
     args = deepspeed.add_config_arguments(parser).parse_args()
 
     deepspeed.init_distributed()
@@ -98,7 +112,9 @@ def main() -> None:
     engine.save_checkpoint(args.out, client_state={"right": right})
     engine.save_16bit_model(args.out)
     if engine.global_rank == 0:
-        print(f"after {engine.global_steps} steps {right:.1%} of the digits of unseen sums are right")
+        print(
+            f"after {engine.global_steps} steps {right:.1%} of the digits of unseen sums are right"
+        )
 
 
 if __name__ == "__main__":

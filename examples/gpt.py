@@ -1,10 +1,13 @@
-"""The model of the demo: a byte-level GPT with 256 tokens and no tokenizer, in plain PyTorch.
+"""The model of the demo: a byte-level GPT with 256 tokens and no tokenizer, in plain
+PyTorch.
 
-The model is independent of ranks and shards. Two habits make it easy to shard. Its repeated blocks are in an
-`nn.ModuleList`; each block becomes a unit, gathered and released separately. Every module with parameters has a
-`reset_parameters`, so that a model built on the meta device, without memory, can be initialised unit by unit.
+The model is independent of ranks and shards. Two habits make it easy to shard. Its
+repeated blocks are in an `nn.ModuleList`; each block becomes a unit, gathered and
+released separately. Every module with parameters has a `reset_parameters`, so that a
+model built on the meta device, without memory, can be initialised unit by unit.
 
-Shape letters: B sequences of a batch, T bytes of a sequence, D width, H heads, d width of a head.
+Shape letters: B sequences of a batch, T bytes of a sequence, D width, H heads, d width
+of a head.
 """
 
 from dataclasses import dataclass
@@ -35,7 +38,9 @@ SIZES = {
 
 
 class Embedding(nn.Embedding):
-    """One row per symbol; rows are normally distributed with the given standard deviation."""
+    """One row per symbol; rows are normally distributed with the given standard
+    deviation.
+    """
 
     def __init__(self, num_rows: int, width: int, *, std: float) -> None:
         self.std = std  # set first: the constructor below calls reset_parameters
@@ -46,9 +51,11 @@ class Embedding(nn.Embedding):
 
 
 def trigrams(tokens_BT: Tensor, num_trigrams: int) -> Tensor:
-    """For each byte, a hash of it and the two before it: a row of a table, in which trigrams may collide.
+    """For each byte, a hash of it and the two before it: a row of a table, in which
+    trigrams may collide.
 
-    A token of a few bytes holds more information than a byte. One lookup gives a byte-level model a part of it.
+    A token of a few bytes holds more information than a byte. One lookup gives a
+    byte-level model a part of it.
     """
     one_before, two_before = F.pad(tokens_BT, (1, -1)), F.pad(tokens_BT, (2, -2))
     return (31337 * tokens_BT + 1009 * one_before + 23757 * two_before) % num_trigrams
@@ -65,7 +72,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BHTd, k_BHTd, v_BHTd = (
-            x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self.qkv(x_BTD).chunk(3, dim=-1)
+            x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for x in self.qkv(x_BTD).chunk(3, dim=-1)
         )
         y_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, is_causal=True)
         return self.out(y_BHTd.transpose(1, 2).flatten(-2))
@@ -101,7 +109,9 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, NUM_BYTES, bias=False)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """The mean cross-entropy in nats per byte; without targets, the logits of the next byte at every position."""
+        """The mean cross-entropy in nats per byte; without targets, the logits of the
+        next byte at every position.
+        """
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = (
             self.byte(tokens_BT)
@@ -111,10 +121,16 @@ class GPT(nn.Module):
         for block in self.blocks:
             x_BTD = block(x_BTD)
         logits = self.head(self.norm(x_BTD))
-        return logits if targets_BT is None else F.cross_entropy(logits.flatten(0, 1), targets_BT.flatten())
+        return (
+            logits
+            if targets_BT is None
+            else F.cross_entropy(logits.flatten(0, 1), targets_BT.flatten())
+        )
 
     @torch.no_grad()
-    def generate(self, prompt: bytes, *, num_bytes: int, temperature: float, generator: torch.Generator) -> bytes:
+    def generate(
+        self, prompt: bytes, *, num_bytes: int, temperature: float, generator: torch.Generator
+    ) -> bytes:
         """Continue a prompt, one sampled byte after the other."""
         text = list(prompt)
         for _ in range(num_bytes):

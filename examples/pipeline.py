@@ -1,12 +1,17 @@
 """A pipeline: the demo's GPT on two stages, one process each.
 
-    python examples/pipeline.py                         two stages
-    python examples/pipeline.py --stages 2 --ranks 4    two stages, each on two ranks that divide the batch
-    python examples/pipeline.py --order zero_bubble     another order of forwards and backwards; the numbers stay the same
-    make demo ARGS="--pipe 2"                           the same program
+    python examples/pipeline.py
+        two stages
+    python examples/pipeline.py --stages 2 --ranks 4
+        two stages, each on two ranks that divide the batch
+    python examples/pipeline.py --order zero_bubble
+        another order of forwards and backwards; the numbers stay the same
+    make demo ARGS="--pipe 2"
+        the same program
 
-The model is a list of layers. Each rank builds the layers of its stage only. A step is `state, metrics = step(state, batch)`, as
-without a pipeline, and has the same bits for any number of stages. docs/pipelines.md explains the rest.
+The model is a list of layers. Each rank builds the layers of its stage only. A step is
+`state, metrics = step(state, batch)`, as without a pipeline, and has the same bits for
+any number of stages. docs/pipelines.md explains the rest.
 """
 
 import argparse
@@ -58,40 +63,66 @@ def loss_of(logits: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def layers(size: Size) -> list[LayerSpec]:
-    return [LayerSpec(Start, size), *(LayerSpec(Block, size) for _ in range(size.depth)), LayerSpec(End, size)]
+    return [
+        LayerSpec(Start, size),
+        *(LayerSpec(Block, size) for _ in range(size.depth)),
+        LayerSpec(End, size),
+    ]
 
 
 def as_gpt(weights: dict[str, Tensor], size: Size) -> GPT:
-    """The same model in one module, for sampling; `weights` are named after the numbers of the layers."""
-    places = {"0": "", **{str(1 + index): f"blocks.{index}." for index in range(size.depth)}, str(size.depth + 1): ""}
+    """The same model in one module, for sampling; `weights` are named after the numbers
+    of the layers.
+    """
+    places = {
+        "0": "",
+        **{str(1 + index): f"blocks.{index}." for index in range(size.depth)},
+        str(size.depth + 1): "",
+    }
     model = GPT(size)
-    model.load_state_dict({places[name.partition(".")[0]] + name.partition(".")[2]: x for name, x in weights.items()})
+    model.load_state_dict(
+        {places[name.partition(".")[0]] + name.partition(".")[2]: x for name, x in weights.items()}
+    )
     return model
 
 
-def train(num_stages: int, *, steps: int, size: Size, order: str = "1f1b", seed: int = 0) -> list[float]:
+def train(
+    num_stages: int, *, steps: int, size: Size, order: str = "1f1b", seed: int = 0
+) -> list[float]:
     """The program of every rank; returns the bits per byte of each step."""
     world = fzero.join()
     mesh = Mesh.of(pipe=num_stages, data=world.size // num_stages)
     model = PipelineModule(
-        layers(size), num_stages=num_stages, loss_fn=loss_of, base_seed=seed, partition_method="type:block"
+        layers(size),
+        num_stages=num_stages,
+        loss_fn=loss_of,
+        base_seed=seed,
+        partition_method="type:block",
     )
     config = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": NUM_MICRO_BATCHES,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 1},
     }
     step = fzero.make_train_step(model, config, mesh=mesh, pipeline=order, seed=seed)
     if step.rank == 0:
         print(plan_order(order, num_stages, NUM_MICRO_BATCHES))
-        print("layers of the stages:", ", ".join(f"{a}-{b - 1}" for a, b in zip(model.parts, model.parts[1:])))
+        print(
+            "layers of the stages:",
+            ", ".join(f"{a}-{b - 1}" for a, b in zip(model.parts, model.parts[1:])),
+        )
     state, losses, (text, _) = step.init(), [], read_text()
     started = time.perf_counter()
     while len(losses) < steps:
         where = {"seed": seed, "step": len(losses), "rank": step.data_rank}
-        batch = random_batch(text, context=size.context, batch_size=MICRO_BATCH * NUM_MICRO_BATCHES, **where)
+        batch = random_batch(
+            text, context=size.context, batch_size=MICRO_BATCH * NUM_MICRO_BATCHES, **where
+        )
         state, metrics = step(
             state, batch
         )  # (tokens, targets): the first stage reads the tokens, the last one the targets
@@ -100,12 +131,15 @@ def train(num_stages: int, *, steps: int, size: Size, order: str = "1f1b", seed:
             pace = (time.perf_counter() - started) / len(losses)
             recent = losses[-10:]
             print(
-                f"step {len(losses)}/{steps}: {sum(recent) / len(recent):.3f} bits per byte, {1000 * pace:.0f} ms a step"
+                f"step {len(losses)}/{steps}: {sum(recent) / len(recent):.3f} bits per byte, "
+                f"{1000 * pace:.0f} ms a step"
             )
     weights = step.gather(state, to="rank0")
     if step.rank == 0:
         generator = torch.Generator().manual_seed(seed)
-        sample = as_gpt(weights, size).generate(b"def ", num_bytes=100, temperature=0.8, generator=generator)
+        sample = as_gpt(weights, size).generate(
+            b"def ", num_bytes=100, temperature=0.8, generator=generator
+        )
         print(sample.decode(errors="replace"))
     fzero.shutdown()
     return losses
@@ -114,7 +148,11 @@ def train(num_stages: int, *, steps: int, size: Size, order: str = "1f1b", seed:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo's GPT as a pipeline.")
     parser.add_argument("--stages", type=int, default=2, help="number of stages")
-    parser.add_argument("--ranks", type=int, help="number of processes, a multiple of the stages (default: the stages)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="number of processes, a multiple of the stages (default: the stages)",
+    )
     parser.add_argument("--order", default="1f1b", help="gpipe, 1f1b, zero_bubble or interleaved:2")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--size", default="small", choices=SIZES, help="size of the model")

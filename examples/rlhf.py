@@ -1,11 +1,16 @@
-"""Reinforcement learning from a reward model: an actor, a critic, a reference and a reward model, by PPO on two ranks.
+"""Reinforcement learning from a reward model: an actor, a critic, a reference and a
+reward model, by PPO on two ranks.
 
-    fzero --num_procs 2 examples/rlhf.py                            # five seeds, a minute on two cores
-    fzero --num_procs 2 examples/rlhf.py --by engine --seeds 1      # the same loop by DeepSpeed's calls
+    fzero --num_procs 2 examples/rlhf.py
+        five seeds, a minute on two cores
+    fzero --num_procs 2 examples/rlhf.py --by engine --seeds 1
+        the same loop by DeepSpeed's calls
 
-An update has three parts. The actor answers prompts, on parameters that ZeRO-3 gathers once for all tokens; actor, reference and
-critic look at the answers; actor and critic learn from them (arXiv:1707.06347). The reward model is a table of the tokens' worth,
-and the actor is paid for what it writes, less a price for the distance from where it began. Draws the rewards: out/rlhf.png.
+An update has three parts. The actor answers prompts, on parameters that ZeRO-3 gathers
+once for all tokens; actor, reference and critic look at the answers; actor and critic
+learn from them (arXiv:1707.06347). The reward model is a table of the tokens' worth,
+and the actor is paid for what it writes, less a price for the distance from where it
+began. Draws the rewards: out/rlhf.png.
 """
 
 import argparse
@@ -21,7 +26,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 import fzero
 
 VOCAB, PROMPT, ANSWER, ROWS = 32, 4, 12, 32
-SIZES = {"vocab_size": VOCAB, "n_positions": PROMPT + ANSWER, "n_embd": 32, "n_layer": 2, "n_head": 2}
+SIZES = {
+    "vocab_size": VOCAB,
+    "n_positions": PROMPT + ANSWER,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+}
 NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 GPT2 = GPT2Config(**SIZES, **NO_DROPOUT, bos_token_id=0, eos_token_id=0)
 ZERO_3 = {
@@ -30,7 +41,8 @@ ZERO_3 = {
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
-CLIP, PRICE = 0.2, 0.05  # how far an update may move a probability, and the price of the distance from the reference
+# how far an update may move a probability, and the price of the distance from the reference
+CLIP, PRICE = 0.2, 0.05
 
 
 class Critic(nn.Module):
@@ -114,7 +126,12 @@ def train(seed: int, num_updates: int, make: type[Functional] | type[ByEngine]) 
             paid = worth[ids[:, PROMPT:]] - PRICE * (before - log_probs(reference, ids))
         reward = paid.flip(1).cumsum(1).flip(1)  # a token is paid with all that follow it
         gain = reward - value
-        batch = {"ids": ids, "before": before, "advantage": (gain - gain.mean()) / gain.std(), "reward": reward}
+        batch = {
+            "ids": ids,
+            "before": before,
+            "advantage": (gain - gain.mean()) / gain.std(),
+            "reward": reward,
+        }
         for _ in range(2):
             actor.learn(batch)
             critic.learn(batch)
@@ -123,7 +140,7 @@ def train(seed: int, num_updates: int, make: type[Functional] | type[ByEngine]) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=30)
     parser.add_argument("--by", choices=("step", "engine"), default="step")
@@ -132,9 +149,14 @@ def main() -> None:
     rank = fzero.join().rank
     curves = []
     for seed in range(options.seeds):
-        curves.append(train(seed, options.updates, Functional if options.by == "step" else ByEngine))
+        curves.append(
+            train(seed, options.updates, Functional if options.by == "step" else ByEngine)
+        )
         if rank == 0:
-            print(f"seed {seed}: reward per token {curves[-1][0]:.2f} -> {curves[-1][-1]:.2f}", flush=True)
+            print(
+                f"seed {seed}: reward per token {curves[-1][0]:.2f} -> {curves[-1][-1]:.2f}",
+                flush=True,
+            )
     if rank == 0:
         draw(curves, options.out)
     fzero.shutdown()
@@ -146,7 +168,9 @@ def draw(curves: list[list[float]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
     for seed, curve in enumerate(curves):
         axes.plot(range(1, len(curve) + 1), curve, label=f"seed {seed}")
-    axes.set(xlabel="update", ylabel="reward per token, rank 0", title="PPO under ZeRO-3 on two ranks")
+    axes.set(
+        xlabel="update", ylabel="reward per token, rank 0", title="PPO under ZeRO-3 on two ranks"
+    )
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from fzero.comms.axes import CollectiveError as CollectiveError
     from fzero.comms.process_group import join as join, shutdown as shutdown
     from fzero.comms.rendezvous import launched as launched
-    from fzero.config.config import Config as Config, ConfigError as ConfigError, ConfigWarning as ConfigWarning
+    from fzero.config.config import (
+        Config as Config,
+        ConfigError as ConfigError,
+        ConfigWarning as ConfigWarning,
+    )
     from fzero.deepspeed.engine.engine import Engine as Engine
     from fzero.deepspeed.engine.initialize import initialize as initialize
     from fzero.generation.gathered_model import generating as generating
@@ -82,14 +86,17 @@ else:
             "step": "TrainStep make_train_step",
             "storage.file_tensor": "StoreError",
             "verbs": "gather optimizer_update reduce_scatter_grads shard specs_of",
-            "": "checkpoint comms common config deepspeed engine estimation generation graph integrations launch optim "
+            "": "checkpoint comms common config deepspeed engine estimation generation graph "
+            "integrations launch optim "
             "plans profiling resharding runtime simulation state step storage testing tuning verbs",
         },
     )
 
 
 def _probe_of(*of_step: Any) -> Any:
-    """The observer of a step in a job that `fzero tune` started; the tuner is loaded there only."""
+    """The observer of a step in a job that `fzero tune` started; the tuner is loaded
+    there only.
+    """
     if "FZERO_TUNE" not in os.environ:
         return None
     from fzero.tuning.probe import probe_of
@@ -101,7 +108,9 @@ observe_steps(_probe_of)
 
 
 def _deepspeeds(path: Any) -> Any:
-    """A checkpoint of DeepSpeed as a source of weights; its formats are loaded at the first question only."""
+    """A checkpoint of DeepSpeed as a source of weights; its formats are loaded at the
+    first question only.
+    """
     from fzero.deepspeed.formats.source import source_of
 
     return source_of(path)

@@ -1,4 +1,6 @@
-"""The command line: `fzero train.py …`, `fzero plan --model 7B`, `fzero config FILE`, …; or `python -m fzero …`."""
+"""The command line: `fzero train.py …`, `fzero plan --model 7B`, `fzero config FILE`,
+…; or `python -m fzero …`.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,20 @@ IMPORTS = "example:\n  fzero import-deepspeed ds_checkpoints checkpoints"
 
 
 def show_config(arguments: list[str]) -> int:
-    """Prints what each key of a configuration does, or a translation; returns 1 if the configuration is wrong."""
+    """Prints what each key of a configuration does, or a translation; returns 1 if the
+    configuration is wrong.
+    """
     parser = parser_of("config", "what a configuration comes to, or its translation", CONFIGS)
     parser.add_argument("file", nargs="?", help="a JSON or Hjson file with DeepSpeed's keys")
-    parser.add_argument("--defaults", action="store_true", help="show the keys that the file lacks, too")
-    parser.add_argument("--reference", action="store_true", help="print the reference of all keys, as Markdown")
-    parser.add_argument("--to", choices=("fsdp2",), help="print a Python file that trains so with FSDP2")
+    parser.add_argument(
+        "--defaults", action="store_true", help="show the keys that the file lacks, too"
+    )
+    parser.add_argument(
+        "--reference", action="store_true", help="print the reference of all keys, as Markdown"
+    )
+    parser.add_argument(
+        "--to", choices=("fsdp2",), help="print a Python file that trains so with FSDP2"
+    )
     written = "read a file of another library, and print it as JSON for fzero"
     parser.add_argument("--from", dest="source", choices=("accelerate", "fsdp2"), help=written)
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
@@ -74,7 +84,11 @@ def show_config(arguments: list[str]) -> int:
             shown = ShownConfig.load(given.file)
         return shown.table(defaults=given.defaults), {
             "values": shown.values(),
-            "given": [name for name, _, kind, _ in shown.rows() if kind in ("given", "conflict", "no effect")],
+            "given": [
+                name
+                for name, _, kind, _ in shown.rows()
+                if kind in ("given", "conflict", "no effect")
+            ],
             "notes": [note._asdict() for note in (*shown.notes, *shown.conflicts)],
         }
 
@@ -82,7 +96,9 @@ def show_config(arguments: list[str]) -> int:
 
 
 def _translated(file: str, source: str | None) -> tuple[str, dict[str, Any]]:
-    """A configuration as a file of FSDP2, or one of another library as JSON for fzero; notes go to stderr."""
+    """A configuration as a file of FSDP2, or one of another library as JSON for fzero;
+    notes go to stderr.
+    """
     from fzero.config import translate
 
     if source is None:
@@ -97,11 +113,13 @@ def _translated(file: str, source: str | None) -> tuple[str, dict[str, Any]]:
     except faults as error:
         kind = "JSON" if yaml is None else "YAML"
         raise ValueError(
-            f"--from {source}: {file} is not {kind} ({error}); pass a file of keys and values, .json or .yaml"
+            f"--from {source}: {file} is not {kind} ({error}); pass a file of keys and values, "
+            f".json or .yaml"
         ) from None
     if not isinstance(given, Mapping):
         raise ValueError(
-            f"--from {source}: {file} must hold keys and values, got {type(given).__name__}; pass another file"
+            f"--from {source}: {file} must hold keys and values, got {type(given).__name__}; pass "
+            f"another file"
         )
     read = translate.from_fsdp2 if source == "fsdp2" else translate.from_accelerate
     made, left = read(given)
@@ -111,27 +129,43 @@ def _translated(file: str, source: str | None) -> tuple[str, dict[str, Any]]:
 
 
 def export_weights(arguments: list[str]) -> int:
-    """Writes the weights of a checkpoint as safetensors files, or all of it for DeepSpeed; returns 1 on failure."""
-    what = "the weights of a checkpoint as safetensors files, for from_pretrained; or all of it for DeepSpeed"
+    """Writes the weights of a checkpoint as safetensors files, or all of it for
+    DeepSpeed; returns 1 on failure.
+    """
+    what = (
+        "the weights of a checkpoint as safetensors files, for from_pretrained; or all of it "
+        "for DeepSpeed"
+    )
     parser = parser_of("export", what, EXPORTS)
     parser.add_argument("dir", help="a folder that fzero.save wrote to, or one checkpoint in it")
     parser.add_argument("out", help="the folder to write to")
     dtypes = ("bfloat16", "float16", "float32")
     parser.add_argument("--dtype", choices=dtypes, help="of the parameters (default 16 bits)")
     parser.add_argument(
-        "--max-file-nbytes", type=nbytes, default=5e9, metavar="BYTES", help="of one file (default 5GB)"
+        "--max-file-nbytes",
+        type=nbytes,
+        default=5e9,
+        metavar="BYTES",
+        help="of one file (default 5GB)",
     )
     formats = ("safetensors", "deepspeed-universal")
     parser.add_argument(
-        "--format", choices=formats, default=formats[0], help="the weights, or a checkpoint of DeepSpeed"
+        "--format",
+        choices=formats,
+        default=formats[0],
+        help="the weights, or a checkpoint of DeepSpeed",
     )
-    torch_optimizer = "of a checkpoint of DeepSpeed: its optimizer is one of torch's (torch_adam, or made by a script)"
+    torch_optimizer = (
+        "of a checkpoint of DeepSpeed: its optimizer is one of torch's (torch_adam, or made "
+        "by a script)"
+    )
     parser.add_argument("--torch-optimizer", action="store_true", help=torch_optimizer)
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
     if given.format == formats[1] and given.dtype is not None:
         parser.error(
-            "--dtype is for --format safetensors: a checkpoint of DeepSpeed has masters in float32; leave it out"
+            "--dtype is for --format safetensors: a checkpoint of DeepSpeed has masters in "
+            "float32; leave it out"
         )
     if given.format == formats[0] and given.torch_optimizer:
         parser.error("--torch-optimizer is for --format deepspeed-universal; leave it out")
@@ -141,10 +175,16 @@ def export_weights(arguments: list[str]) -> int:
 
     def make() -> tuple[Table, dict[str, Any]]:
         if given.format == formats[0]:
-            export(given.dir, given.out, dtype=given.dtype, max_file_nbytes=int(given.max_file_nbytes))
+            export(
+                given.dir, given.out, dtype=given.dtype, max_file_nbytes=int(given.max_file_nbytes)
+            )
         else:
-            export_deepspeed(given.dir, given.out, steps="tensor" if given.torch_optimizer else "number")
-        written = {path: size for path, size in _files_in(given.out).items() if before.get(path) != size}
+            export_deepspeed(
+                given.dir, given.out, steps="tensor" if given.torch_optimizer else "number"
+            )
+        written = {
+            path: size for path, size in _files_in(given.out).items() if before.get(path) != size
+        }
         return _written(given.out, written), {
             "out": given.out,
             "files": {path: size[0] for path, size in written.items()},
@@ -156,7 +196,9 @@ def export_weights(arguments: list[str]) -> int:
 def _files_in(folder: str) -> dict[str, tuple[int, int]]:
     """Bytes of each file below a folder, and when it was written."""
     found = ((path, path.stat()) for path in sorted(Path(folder).rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): (about.st_size, about.st_mtime_ns) for path, about in found}
+    return {
+        str(path.relative_to(folder)): (about.st_size, about.st_mtime_ns) for path, about in found
+    }
 
 
 def _written(folder: str, files: Mapping[str, tuple[int, int]]) -> Table:
@@ -168,13 +210,28 @@ def _written(folder: str, files: Mapping[str, tuple[int, int]]) -> Table:
 
 
 def show_machine(arguments: list[str]) -> int:
-    """Versions, devices and rates of this machine; returns 1 if the folder cannot be written to."""
-    what = "this machine, to paste into an issue: versions, devices, and rates measured in about ten seconds"
-    parser = parser_of("env", what, "examples:\n  fzero env --path /fast\n  fzero env --ranks 2 --json > rates.json")
-    parser.add_argument(
-        "--ranks", type=count, default=1, metavar="N", help="processes that measure at once (default 1)"
+    """Versions, devices and rates of this machine; returns 1 if the folder cannot be
+    written to.
+    """
+    what = (
+        "this machine, to paste into an issue: versions, devices, and rates measured in "
+        "about ten seconds"
     )
-    parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: this one)")
+    parser = parser_of(
+        "env",
+        what,
+        "examples:\n  fzero env --path /fast\n  fzero env --ranks 2 --json > rates.json",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=count,
+        default=1,
+        metavar="N",
+        help="processes that measure at once (default 1)",
+    )
+    parser.add_argument(
+        "--path", default=".", help="a folder on the disk to measure (default: this one)"
+    )
     parser.add_argument(
         "--seconds",
         type=float,
@@ -190,7 +247,8 @@ def show_machine(arguments: list[str]) -> int:
 
     def make() -> tuple[Table, dict[str, Any]]:
         try:
-            with os.scandir(given.path):  # a path that is no folder is an error before anything is printed
+            # a path that is no folder is an error before anything is printed
+            with os.scandir(given.path):
                 found = machine_report.facts(given.path)
             if not given.json:
                 print_report(machine_report.facts_table(found))
@@ -209,7 +267,9 @@ def convert(arguments: list[str]) -> int:
     """Writes a checkpoint of DeepSpeed as one of fzero; returns 1 on failure."""
     what = "a checkpoint of DeepSpeed as one of fzero, for fzero.load; DeepSpeed is not needed"
     parser = parser_of("import-deepspeed", what, IMPORTS)
-    parser.add_argument("dir", help="a folder that save_checkpoint wrote to, or one checkpoint in it")
+    parser.add_argument(
+        "dir", help="a folder that save_checkpoint wrote to, or one checkpoint in it"
+    )
     parser.add_argument("out", help="a folder of fzero's checkpoints, which is made")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
@@ -268,7 +328,10 @@ def main(arguments: list[str] | None = None) -> int:
     command = COMMANDS.get(words[0])
     near = [] if words[0].startswith("-") else get_close_matches(words[0], COMMANDS, 1)
     if command is None and near and not Path(words[0]).exists():
-        print(f"fzero: {words[0]!r} is no command and no file; did you mean fzero {near[0]}?", file=sys.stderr)
+        print(
+            f"fzero: {words[0]!r} is no command and no file; did you mean fzero {near[0]}?",
+            file=sys.stderr,
+        )
         return 2
     return run(words) if command is None else command(words[1:])
 

@@ -1,7 +1,8 @@
-"""How a model is divided among the ranks of a job, beside ZeRO. Here, and nowhere else, one is picked.
+"""How a model is divided among the ranks of a job, beside ZeRO. Here, and nowhere else,
+one is picked.
 
-`DataParallel`: every rank computes with the whole model, on its own part of the batch. `Pipeline` (`fzero.pipeline.pipeline`):
-each rank has the layers of one stage.
+`DataParallel`: every rank computes with the whole model, on its own part of the batch.
+`Pipeline` (`fzero.pipeline.pipeline`): each rank has the layers of one stage.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ DATA_PARALLEL = DataParallel()
 
 
 def chosen(pipeline: Any, mesh: Any) -> Parallelism | None:
-    """The parallelism that arguments of `make_train_step` ask for. A mesh with an axis "pipe" asks for the usual order.
+    """The parallelism that arguments of `make_train_step` ask for. A mesh with an axis
+    "pipe" asks for the usual order.
 
     None is `DATA_PARALLEL`.
     """
@@ -58,7 +60,8 @@ def parallelism_of(spec: StepSpec) -> Parallelism:
 def explain(step: Any, batch: Any, *, machine: MachineModel | None) -> Explained:
     """See `TrainStep.explain`."""
     if parallelism_of(step.spec).is_uniform:
-        from fzero.graph import explain as of_graph  # importing Dynamo takes longer than all of fzero
+        # importing Dynamo takes longer than all of fzero
+        from fzero.graph import explain as of_graph
 
         return of_graph.explain(step, batch, machine=machine)
     from fzero.estimation.pipelines import explain_pipeline

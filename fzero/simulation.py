@@ -1,13 +1,17 @@
 """`simulate`: all ranks of a job in one process.
 
-A simulated state has the structure of one rank's state, and every tensor has a leading dimension of ranks; so has a batch.
+A simulated state has the structure of one rank's state, and every tensor has a leading
+dimension of ranks; so has a batch.
 
-- *As a dimension* (`VmapRanks`): `torch.vmap` runs the functions of a compiled step once for all ranks, captured or not.
-  The numbers are those of as many processes, to rounding: batched matrix products round differently.
-- *In lockstep* (`LockstepRanks`) every rank is a step of its own, with a copy of the model that shares its tensors, and they
-  take turns. Any model works, and the bits are those of as many processes.
+- *As a dimension* (`VmapRanks`): `torch.vmap` runs the functions of a compiled step
+  once for all ranks, captured or not. The numbers are those of as many processes, to
+  rounding: batched matrix products round differently.
+- *In lockstep* (`LockstepRanks`) every rank is a step of its own, with a copy of the
+  model that shares its tensors, and they take turns. Any model works, and the bits are
+  those of as many processes.
 
-Shape letters: W ranks (the leading dimension), P padded elements of a flat buffer = W·S, S elements of a shard.
+Shape letters: W ranks (the leading dimension), P padded elements of a flat buffer =
+W·S, S elements of a shard.
 """
 
 from __future__ import annotations
@@ -67,13 +71,21 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 
 def unstacked(tree: Any, world_size: int) -> list[Any]:
-    """The ranks' trees from a tree of stacked tensors. They share its memory; all ranks share leaves that are no tensors."""
-    mark = tree.step if isinstance(tree, TrainState) and is_donated(tree) else None  # each rank's step raises for it
+    """The ranks' trees from a tree of stacked tensors. They share its memory; all ranks
+    share leaves that are no tensors.
+    """
+    # each rank's step raises for it
+    mark = tree.step if isinstance(tree, TrainState) and is_donated(tree) else None
     for x in optree.tree_leaves(tree):
-        if x is not mark and isinstance(x, Tensor | FileTensors) and (not x.ndim or x.shape[0] != world_size):
+        if (
+            x is not mark
+            and isinstance(x, Tensor | FileTensors)
+            and (not x.ndim or x.shape[0] != world_size)
+        ):
             raise ValueError(
-                f"simulate: every tensor must have a leading dimension of {world_size} ranks, got shape {tuple(x.shape)}; "
-                f"give each rank its part, for example rearrange(x, '(rank b) ... -> rank b ...', rank={world_size})"
+                f"simulate: every tensor must have a leading dimension of {world_size} ranks, got "
+                f"shape {tuple(x.shape)}; give each rank its part, for example rearrange(x, '(rank "
+                f"b) ... -> rank b ...', rank={world_size})"
             )
 
     def of_rank(x: Any, rank: int) -> Any:
@@ -84,7 +96,10 @@ def unstacked(tree: Any, world_size: int) -> list[Any]:
         return x[rank].data if isinstance(x, Tensor) else x
 
     tree = dict(tree) if isinstance(tree, Mapping) else tree  # optree looks into dicts only
-    return [optree.tree_map(partial(of_rank, rank=rank), tree, none_is_leaf=True) for rank in range(world_size)]
+    return [
+        optree.tree_map(partial(of_rank, rank=rank), tree, none_is_leaf=True)
+        for rank in range(world_size)
+    ]
 
 
 class LockstepRanks:
@@ -112,7 +127,8 @@ class LockstepRanks:
             return TrainStep(own, LockstepAxis("data", world_size, rank, self._hub, watch, mesh))
 
         self.steps = self._hub.run(make)
-        for step in self.steps:  # their models share tensors with the user's, which `_origin` checks
+        # their models share tensors with the user's, which `_origin` checks
+        for step in self.steps:
             step.runtime.learned.origin.close()
 
     @property
@@ -123,17 +139,22 @@ class LockstepRanks:
     def specs(self) -> TrainState[TensorSpec]:
         return self.steps[0].specs
 
-    def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> TrainState[Tensor]:
+    def init(
+        self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None
+    ) -> TrainState[Tensor]:
         """A new state of all ranks; arguments as for `TrainStep.init`."""
         self._origin.look(given=params is not None)
-        return self.joined(self.on_each(lambda rank: self.steps[rank].init(params, init_fn=init_fn)))
+        return self.joined(
+            self.on_each(lambda rank: self.steps[rank].init(params, init_fn=init_fn))
+        )
 
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
         """One step of all ranks.
 
         Args:
             state: stacked; donated, unless the step was made with `donate=False`.
-            batch: the batch of all ranks, each tensor with a leading dimension of ranks; or an iterator of such micro-batches.
+            batch: the batch of all ranks, each tensor with a leading dimension of
+                ranks; or an iterator of such micro-batches.
         """
         self._origin.leave(partial(self._differing, state))
         states, batches = self.states_of(state), self.batches_of(batch)
@@ -160,15 +181,22 @@ class LockstepRanks:
         self.on_each(lambda rank: self.steps[rank].weights(states[rank]))  # checks the states
         return {b.key: state.master.get(b.key, state.params[b.key]) for b in self.plan.flat_buffers}
 
-    def with_weights(self, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
-        """The state with other weights, as `TrainStep.with_weights`; `state` and `weights` are stacked."""
+    def with_weights(
+        self, state: TrainState[Tensor], weights: Mapping[str, Tensor]
+    ) -> TrainState[Tensor]:
+        """The state with other weights, as `TrainStep.with_weights`; `state` and
+        `weights` are stacked.
+        """
         states, of_ranks = self.states_of(state), unstacked(weights, self.world_size)
         return self.joined(
-            self.on_each(lambda rank: self.steps[rank].with_weights(states[rank], of_ranks[rank])), state
+            self.on_each(lambda rank: self.steps[rank].with_weights(states[rank], of_ranks[rank])),
+            state,
         )
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
-        """The first parameter whose gradient is not finite, as `TrainStep.first_overflow`."""
+        """The first parameter whose gradient is not finite, as
+        `TrainStep.first_overflow`.
+        """
         states = self.states_of(state)
         return self.on_each(lambda rank: self.steps[rank].first_overflow(states[rank]))[0]
 
@@ -176,7 +204,8 @@ class LockstepRanks:
         """The same ranks; rank 0 also reports its collectives to `observe`."""
         twin = copy.copy(self)
         twin.steps = [
-            step.observed(observe if rank == 0 else lambda sent: None) for rank, step in enumerate(self.steps)
+            step.observed(observe if rank == 0 else lambda sent: None)
+            for rank, step in enumerate(self.steps)
         ]
         return twin
 
@@ -193,9 +222,13 @@ class LockstepRanks:
         """The state of each rank."""
         return unstacked(state, self.world_size)
 
-    def joined(self, states: Sequence[TrainState[Tensor]], before: Any = None) -> TrainState[Tensor]:
+    def joined(
+        self, states: Sequence[TrainState[Tensor]], before: Any = None
+    ) -> TrainState[Tensor]:
         """The state of all ranks; `before` is the one that the step has taken."""
-        state: TrainState[Tensor] = stacked(states) if before is None else _restacked(before, states)
+        state: TrainState[Tensor] = (
+            stacked(states) if before is None else _restacked(before, states)
+        )
         return state
 
     def take(self, state: Any, states: Sequence[TrainState[Tensor]]) -> None:
@@ -211,7 +244,9 @@ class LockstepRanks:
         return [iter(of_rank) for of_rank in zip(*by_step)] or [iter(()) for _ in self.steps]
 
     def on_each(self, function: Callable[[int], T]) -> list[T]:
-        """The results of `function(rank)` for every rank, each on its own thread; it may call collectives."""
+        """The results of `function(rank)` for every rank, each on its own thread; it
+        may call collectives.
+        """
         try:
             return self._hub.run(function)
         except StuckError as error:
@@ -225,7 +260,8 @@ class VmapRanks(LockstepRanks):
 
     Args:
         compile: the backend that captures the step; None captures nothing.
-        by: `"vmap"`, or `"either"`: the ranks run in lockstep from the first step that `torch.vmap` cannot run.
+        by: `"vmap"`, or `"either"`: the ranks run in lockstep from the first step that
+            `torch.vmap` cannot run.
     """
 
     def __init__(
@@ -241,7 +277,8 @@ class VmapRanks(LockstepRanks):
         if self.steps[0].runtime.offload.has_files:
             raise ConfigError(
                 f"by: must be 'lockstep' where state is in files, got 'vmap' with "
-                f"{next(n for n, p in self.plan.placements.items() if p.kind == 'nvme')} there; pass by='lockstep'"
+                f"{next(n for n, p in self.plan.placements.items() if p.kind == 'nvme')} there; "
+                f"pass by='lockstep'"
             )
         self._runs_by: Literal["vmap", "either", "lockstep"] = by
         self._backend = compile
@@ -260,12 +297,15 @@ class VmapRanks(LockstepRanks):
 
     def check_state(self, state: TrainState[Tensor]) -> None:
         """Raises unless `state` is a state of all ranks."""
-        self.steps[0].runtime.check_state(unstacked(state, self.world_size)[0])  # other rows have the same shapes
+        # other rows have the same shapes
+        self.steps[0].runtime.check_state(unstacked(state, self.world_size)[0])
 
     def one_rank(self) -> TrainStep:
         """The step of a single rank, without processes."""
         own = replace(self._spec, model=_twin(self._spec), compile=None)
-        return TrainStep(own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
+        return TrainStep(
+            own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh)
+        )
 
     def _make(self, compile: BackendName | None) -> TrainStep:
         """A step of all ranks at once."""
@@ -277,16 +317,21 @@ class VmapRanks(LockstepRanks):
         return step
 
     def _look(self, state: TrainState[Tensor], batch: Any) -> None:
-        """Runs a forward of a copy of the model; raises VmapError if the model has a backward that a capture would ignore."""
+        """Runs a forward of a copy of the model; raises VmapError if the model has a
+        backward that a capture would ignore.
+        """
         step = self._make(None)
         assert step.program is not None
         self._stacked.random = RandomByRank(state.rng, step.device)
         with _functions() as found, torch.no_grad(), _quietly():
-            own = state._replace(buffers={name: tensor.clone() for name, tensor in state.buffers.items()})
+            own = state._replace(
+                buffers={name: tensor.clone() for name, tensor in state.buffers.items()}
+            )
             step.program.compiled.functions.model.loss(own, step.runtime.batches.cast(batch))
         if found:
             raise VmapError(
-                f"{found[0]} is a torch.autograd.Function, whose backward a capture under torch.vmap ignores; pass compile=None"
+                f"{found[0]} is a torch.autograd.Function, whose backward a capture under "
+                f"torch.vmap ignores; pass compile=None"
             )
 
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
@@ -300,7 +345,9 @@ class VmapRanks(LockstepRanks):
         kept = optree.tree_leaves((state.params, state.master, state.optimizer))
         versions = [x._version for x in kept]
         try:
-            with torch.random.fork_rng(devices=[x for x in (self.one_step.device,) if x.type == "cuda"]):
+            with torch.random.fork_rng(
+                devices=[x for x in (self.one_step.device,) if x.type == "cuda"]
+            ):
                 if self._backend is not None and not self.program.compiled.graphs:
                     self._look(state, micro_batches[0])
                 return self._step_of_all(state, micro_batches)
@@ -310,16 +357,23 @@ class VmapRanks(LockstepRanks):
                     taken(state)
                 raise  # an update that has begun must not run again
             first_line = textwrap.shorten(str(error).partition("\n")[0], 300)
-            reason = f"simulate: torch.vmap cannot run this step for all ranks at once: {first_line}"
+            reason = (
+                f"simulate: torch.vmap cannot run this step for all ranks at once: {first_line}"
+            )
             if self._runs_by == "vmap":
-                raise VmapError(f"{reason}; by='lockstep' runs any model, and reports other errors") from error
-        # The iterator's micro-batches are taken already. An error in lockstep, too, is not vmap's, and is raised unchanged.
+                raise VmapError(
+                    f"{reason}; by='lockstep' runs any model, and reports other errors"
+                ) from error
+        # The iterator's micro-batches are taken already. An error in lockstep, too, is not vmap's,
+        # and is raised unchanged.
         result = super().__call__(state, iter(micro_batches))
         warnings.warn(f"{reason}; the ranks run in lockstep, which takes longer", stacklevel=2)
         self._runs_by = "lockstep"
         return result
 
-    def _step_of_all(self, state: TrainState[Tensor], micro_batches: list[Any]) -> tuple[TrainState[Tensor], Metrics]:
+    def _step_of_all(
+        self, state: TrainState[Tensor], micro_batches: list[Any]
+    ) -> tuple[TrainState[Tensor], Metrics]:
         run = self.one_step.runtime
         state = state if self._spec.donate else optree.tree_map(torch.clone, state)
         with _quietly():
@@ -329,22 +383,29 @@ class VmapRanks(LockstepRanks):
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
             runs, states = [step.runtime for step in self.steps], unstacked(state, self.world_size)
-            self.on_each(lambda rank: check_outcome(runs[rank], outcome, states[rank], dict, is_sum=is_sum))
-        return next_state(run.rules, collected, taken(state), outcome._replace(loss_scale=outcome_W.loss_scale))
+            self.on_each(
+                lambda rank: check_outcome(runs[rank], outcome, states[rank], dict, is_sum=is_sum)
+            )
+        return next_state(
+            run.rules, collected, taken(state), outcome._replace(loss_scale=outcome_W.loss_scale)
+        )
 
 
 class PipelineRanks(LockstepRanks):
-    """A pipelined train step whose ranks take turns in this process; made by `simulate`.
+    """A pipelined train step whose ranks take turns in this process; made by
+    `simulate`.
 
-    Stages hold different parameters. So a state is a list with the `TrainState` of each rank. A batch has a leading dimension of
-    the ranks along "data": all stages of one pipeline read the same samples.
+    Stages hold different parameters. So a state is a list with the `TrainState` of each
+    rank. A batch has a leading dimension of the ranks along "data": all stages of one
+    pipeline read the same samples.
     """
 
     def states_of(self, state: Any) -> list[TrainState[Tensor]]:
         if not isinstance(state, list) or len(state) != self.world_size:
             raise ValueError(
-                f"simulate: a pipeline's state must be a list with the TrainState of each of {self.world_size} ranks, got "
-                f"{type(state).__name__}; pass that of init() or of the last step"
+                f"simulate: a pipeline's state must be a list with the TrainState of each of "
+                f"{self.world_size} ranks, got {type(state).__name__}; pass that of init() or of "
+                f"the last step"
             )
         return state
 
@@ -356,7 +417,9 @@ class PipelineRanks(LockstepRanks):
 
     def weights(self, state: Any) -> Any:
         """The weights of each rank by flat buffer, as `TrainStep.weights`."""
-        return [step.weights(own) for step, own in zip(self.steps, self.states_of(state), strict=True)]
+        return [
+            step.weights(own) for step, own in zip(self.steps, self.states_of(state), strict=True)
+        ]
 
     def batches_of(self, batch: Any) -> list[Any]:
         num_data = self.plan.world_size
@@ -364,7 +427,9 @@ class PipelineRanks(LockstepRanks):
             parts = unstacked(batch, num_data)
             return [parts[rank % num_data] for rank in range(self.world_size)]
         taken_now = [unstacked(one, num_data) for one in islice(batch, self.plan.num_micro_steps)]
-        return [iter([one[rank % num_data] for one in taken_now]) for rank in range(self.world_size)]
+        return [
+            iter([one[rank % num_data] for one in taken_now]) for rank in range(self.world_size)
+        ]
 
 
 def simulate(
@@ -378,52 +443,66 @@ def simulate(
     """The same step on `world_size` ranks, all of them in this process.
 
     Args:
-        step: a step of `make_train_step`, on any number of ranks; it is not changed. A step made with
-            `mesh=fzero.comms.AbstractAxis("data", W)` checks the batch sizes of W ranks.
+        step: a step of `make_train_step`, on any number of ranks; it is not changed. A
+            step made with `mesh=fzero.comms.AbstractAxis("data", W)` checks the batch
+            sizes of W ranks.
         world_size: number of ranks W; None is the size of `mesh`, or the step's own.
         mesh: the mesh of the ranks; None is the step's own, if it has that many ranks.
-        by: `"vmap"` runs all ranks at once: fast, to rounding; raises for models that `torch.vmap` cannot run. `"lockstep"`
-            runs one rank after the other: any model, the bits of as many processes. None tries vmap, and warns when it
+        by: `"vmap"` runs all ranks at once: fast, to rounding; raises for models that
+            `torch.vmap` cannot run. `"lockstep"` runs one rank after the other: any
+            model, the bits of as many processes. None tries vmap, and warns when it
             falls back to lockstep.
-        compile: captures the step of all ranks with `"inductor"` or `"aot_eager"`; not for models that draw random numbers.
+        compile: captures the step of all ranks with `"inductor"` or `"aot_eager"`; not
+            for models that draw random numbers.
 
     Returns:
-        A step on stacked tensors, with `init`, `gather`, `evaluate`, `plan` and `specs`. Its metrics are the same on every
-        rank, and are not stacked.
+        A step on stacked tensors, with `init`, `gather`, `evaluate`, `plan` and
+        `specs`. Its metrics are the same on every rank, and are not stacked.
     """
     check_mesh(mesh)
     if not isinstance(step, TrainStep):
-        raise ValueError(f"simulate: step must be of make_train_step, got {type(step).__name__}; pass that")
+        raise ValueError(
+            f"simulate: step must be of make_train_step, got {type(step).__name__}; pass that"
+        )
     if world_size is None:
         world_size = step.world_size if mesh is None else mesh.size
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(
-            f"simulate: world_size must be a positive integer, got {world_size!r}; say how many ranks are meant"
+            f"simulate: world_size must be a positive integer, got {world_size!r}; say how many "
+            f"ranks are meant"
         )
     if mesh is None and step.world_size == world_size:
         mesh = step.mesh
     if by not in (None, "vmap", "lockstep"):
-        raise ValueError(f"simulate: by must be 'vmap', 'lockstep' or None, got {by!r}; pass one of these")
+        raise ValueError(
+            f"simulate: by must be 'vmap', 'lockstep' or None, got {by!r}; pass one of these"
+        )
     if compile not in (None, "inductor", "aot_eager"):
         raise ValueError(
-            f"simulate: compile must be 'inductor', 'aot_eager' or None, got {compile!r}; pass one of these"
+            f"simulate: compile must be 'inductor', 'aot_eager' or None, got {compile!r}; pass one "
+            f"of these"
         )
     if not parallelism_of(step.spec).is_uniform:
         if by == "vmap" or compile is not None:
             raise ValueError(
-                "simulate: a pipeline must run in lockstep, because its stages are different programs; pass by='lockstep'"
+                "simulate: a pipeline must run in lockstep, because its stages are different "
+                "programs; pass by='lockstep'"
             )
         return PipelineRanks(step.spec, world_size, mesh=mesh)
     if by == "lockstep":
         if compile is not None:
-            raise ValueError(f"simulate: compile must be None in lockstep, got {compile!r}; pass by='vmap'")
+            raise ValueError(
+                f"simulate: compile must be None in lockstep, got {compile!r}; pass by='vmap'"
+            )
         return LockstepRanks(step.spec, world_size, mesh=mesh)
     try:
         return VmapRanks(step.spec, world_size, compile, mesh=mesh, by=by or "either")
     except ConfigError as error:  # a graph cannot hold this model or configuration
         if by == "vmap":
             raise
-        warnings.warn(f"simulate: {error}; the ranks run in lockstep, which takes longer", stacklevel=2)
+        warnings.warn(
+            f"simulate: {error}; the ranks run in lockstep, which takes longer", stacklevel=2
+        )
         return LockstepRanks(step.spec, world_size, mesh=mesh)
 
 
@@ -437,7 +516,9 @@ def _quietly() -> Iterator[None]:
 
 @contextmanager
 def _functions() -> Iterator[list[str]]:
-    """The names of the autograd Functions that are applied inside, without the collectives."""
+    """The names of the autograd Functions that are applied inside, without the
+    collectives.
+    """
     found: list[str] = []
     apply = torch.autograd.Function.__dict__["apply"]
 
@@ -454,25 +535,34 @@ def _functions() -> Iterator[list[str]]:
 
 
 def _twin(spec: StepSpec) -> nn.Module:
-    """A copy of the modules, with the same parameters and buffers, and with those tensors that other code holds."""
+    """A copy of the modules, with the same parameters and buffers, and with those
+    tensors that other code holds.
+    """
     model, held = spec.model, [x for each in spec.held or () if (x := each.tensor()) is not None]
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *held)}
     try:
         return copy.deepcopy(model, shared)
     except Exception as error:
         raise ValueError(
-            f"simulate: {type(model).__name__} must be a model that deepcopy can copy, one for each rank, got {error!r}; "
-            f"give it a __deepcopy__, or keep attributes that cannot be copied outside of it"
+            f"simulate: {type(model).__name__} must be a model that deepcopy can copy, one for "
+            f"each rank, got {error!r}; give it a __deepcopy__, or keep attributes that cannot be "
+            f"copied outside of it"
         ) from error
 
 
-def _restacked(state: TrainState[Tensor], states: Sequence[TrainState[Tensor]]) -> TrainState[Tensor]:
-    """The ranks' states stacked, without a copy of tensors that were updated in the memory of `state`."""
+def _restacked(
+    state: TrainState[Tensor], states: Sequence[TrainState[Tensor]]
+) -> TrainState[Tensor]:
+    """The ranks' states stacked, without a copy of tensors that were updated in the
+    memory of `state`.
+    """
 
     def one(old_W: Tensor | FileTensors, *new: Any) -> Any:
         if isinstance(old_W, FileTensors):
             return FileTensors(new)
-        is_same = all(x.data_ptr() == old.data_ptr() and x.shape == old.shape for x, old in zip(new, old_W))
+        is_same = all(
+            x.data_ptr() == old.data_ptr() and x.shape == old.shape for x, old in zip(new, old_W)
+        )
         return old_W if is_same else torch.stack(new)
 
     restacked: TrainState[Tensor] = optree.tree_map(one, state, *states)

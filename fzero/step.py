@@ -1,13 +1,16 @@
-"""`make_train_step`: from a model and a configuration to one function, (state, batch) → (state, metrics).
+"""`make_train_step`: from a model and a configuration to one function, (state, batch) →
+(state, metrics).
 
-A step is the composition of the verbs, unit by unit (`fzero.runtime.eager` runs the first three lines as the model goes):
+A step is the composition of the verbs, unit by unit (`fzero.runtime.eager` runs the
+first three lines as the model goes):
 
     params_P = gather(params_S)
     loss, grads_P = value_and_grad(model)(params_P, batch)
     grads_S = reduce_scatter_grads(grads_P)
     params_S, optimizer = optimizer_update(params_S, grads_S, optimizer)
 
-Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards (on one axis as many as ranks), W ranks.
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards
+(on one axis as many as ranks), W ranks.
 """
 
 from __future__ import annotations
@@ -92,67 +95,99 @@ def make_train_step(
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
 
-    *Collective:* every rank of the job. It initializes the process group that torchrun describes, unless one exists already. It
-    compares model and configuration of all ranks.
+    *Collective:* every rank of the job. It initializes the process group that torchrun
+    describes, unless one exists already. It compares model and configuration of all
+    ranks.
 
     Args:
-        model: any module. Steps use its structure. Only `init` reads its weights, and nothing writes them, so
-            `model.to("meta")` after `init` may free them. A model on `meta` is initialized unit by unit. Transforms, and the
+        model: any module. Steps use its structure. Only `init` reads its weights, and
+            nothing writes them, so `model.to("meta")` after `init` may free them. A
+            model on `meta` is initialized unit by unit. Transforms, and the
             configuration's `compression_training`, may add tensors to its modules.
         cfg: a `Config`, a mapping in DeepSpeed's schema, or the path of a JSON file.
-        loss_fn: `loss_fn(model, batch)` returns the loss, or `(sum, weight)`; None takes the model's own output.
-        mesh: the ranks: a `sharding.Mesh`, or the axis that `fzero.join` returns. The stage shards the state over the mesh axis
-            `"data"`; ranks along other axes hold replicas (`Mesh.of(node=2, data=4)`: hybrid sharding). None is one axis, or
-            the mesh that `mics_shard_size` or `zero_hpz_partition_size` ask for. A `fzero.comms.AbstractAxis` stands for ranks
-            that do not exist: `plan`, `specs`, `trace` and `explain` describe a job of its size.
-        transforms: changes of the model, in the order of their application (`fzero.transforms`, docs/concepts/transforms.md).
-        checkpoint: the modules for activation checkpointing. Such a module keeps only its inputs, and runs again in the
-            backward. A number n picks every n-th unit that is one module (a repeated block, or one named in `units`): 1 picks
-            all of them, 2 the first, the third and so on. A function of a module's name and the module picks the outermost
-            modules for which it is true. Each should be no larger than a unit, because all parameters that it uses are gathered
-            while its backward runs. None is `activation_checkpointing.every`. The numbers stay the same, bit for bit (with
-            generated code: to rounding). With `compile="step"` the model must call each module itself, not its `forward`.
-        after: the step whose training this one continues after parameters were frozen or unfrozen, or
-            `fzero.checkpoint.starts(folder)` of its checkpoint. A flat buffer has one counter of updates. So parameters whose
-            optimizer states begin at different updates get different flat buffers.
-        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (docs/pipelines.md). `mesh` must have an axis
-            `"pipe"`, and `model` must be a `PipelineModule` or an `nn.Sequential`. A micro-batch is (inputs, labels), and the
-            loss is `loss_fn(outputs, labels)`.
+        loss_fn: `loss_fn(model, batch)` returns the loss, or `(sum, weight)`; None
+            takes the model's own output.
+        mesh: the ranks: a `sharding.Mesh`, or the axis that `fzero.join` returns. The
+            stage shards the state over the mesh axis `"data"`; ranks along other axes
+            hold replicas (`Mesh.of(node=2, data=4)`: hybrid sharding). None is one
+            axis, or the mesh that `mics_shard_size` or `zero_hpz_partition_size` ask
+            for. A `fzero.comms.AbstractAxis` stands for ranks that do not exist:
+            `plan`, `specs`, `trace` and `explain` describe a job of its size.
+        transforms: changes of the model, in the order of their application
+            (`fzero.transforms`, docs/concepts/transforms.md).
+        checkpoint: the modules for activation checkpointing. Such a module keeps only
+            its inputs, and runs again in the backward. A number n picks every n-th unit
+            that is one module (a repeated block, or one named in `units`): 1 picks all
+            of them, 2 the first, the third and so on. A function of a module's name and
+            the module picks the outermost modules for which it is true. Each should be
+            no larger than a unit, because all parameters that it uses are gathered
+            while its backward runs. None is `activation_checkpointing.every`. The
+            numbers stay the same, bit for bit (with generated code: to rounding). With
+            `compile="step"` the model must call each module itself, not its `forward`.
+        after: the step whose training this one continues after parameters were frozen
+            or unfrozen, or `fzero.checkpoint.starts(folder)` of its checkpoint. A flat
+            buffer has one counter of updates. So parameters whose optimizer states
+            begin at different updates get different flat buffers.
+        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline`
+            (docs/pipelines.md). `mesh` must have an axis `"pipe"`, and `model` must be
+            a `PipelineModule` or an `nn.Sequential`. A micro-batch is (inputs, labels),
+            and the loss is `loss_fn(outputs, labels)`.
 
-    The other arguments are fields of two records, which document them: of `fzero.plans.PlanSpec` (units, param_groups, transform,
-    gather_hook, reduce_hook, placements, order) and of `fzero.runtime.StepSpec` (loss_fn, donate, lr_schedule, schedule,
-    compile, compile_backend, check_params, seed).
+    The other arguments are fields of two records, which document them: of
+    `fzero.plans.PlanSpec` (units, param_groups, transform, gather_hook, reduce_hook,
+    placements, order) and of `fzero.runtime.StepSpec` (loss_fn, donate, lr_schedule,
+    schedule, compile, compile_backend, check_params, seed).
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: on every rank, when ranks differ.
-        ValueError: the model has no parameters, or a parameter has a hook, or a module is compiled by torch.compile, or a name
-            in `units` or the function `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot
-            be compiled.
+        ValueError: the model has no parameters, or a parameter has a hook, or a module
+            is compiled by torch.compile, or a name in `units` or the function
+            `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the
+            step cannot be compiled.
     """
     if not isinstance(mesh, ProcessAxis | AbstractAxis):
         check_mesh(mesh)
     cfg = Config.load(cfg)
     cfg.warn_of_no_effect(model)
     spec = StepSpec(
-        model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
-        gather_hook=gather_hook, reduce_hook=reduce_hook, placements=placements, order=order, donate=donate,
-        lr_schedule=lr_schedule, schedule=schedule, compile=compile, compile_backend=compile_backend,
-        check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
-        transforms=of_step(cfg, model, transforms, checkpoint=checkpoint, compile=compile, seed=seed),
+        model=model,
+        cfg=cfg,
+        loss_fn=loss_fn,
+        units=units,
+        param_groups=param_groups,
+        transform=transform,
+        gather_hook=gather_hook,
+        reduce_hook=reduce_hook,
+        placements=placements,
+        order=order,
+        donate=donate,
+        lr_schedule=lr_schedule,
+        schedule=schedule,
+        compile=compile,
+        compile_backend=compile_backend,
+        check_params=check_params,
+        seed=seed,
+        starts={} if after is None else starts_after(after, model),
+        transforms=of_step(
+            cfg, model, transforms, checkpoint=checkpoint, compile=compile, seed=seed
+        ),
         parallelism=parallelism.chosen(pipeline, mesh),
-    )  # fmt: skip
+    )
     axis = mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, spec.device)
     with unchanged_if_raised(model):  # transforms add to it, and a later part may raise
         return TrainStep(spec, axis)
 
 
 def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict[str, int]:
-    """The update at which each parameter's optimizer state begins, if training continues from a step or a checkpoint."""
+    """The update at which each parameter's optimizer state begins, if training
+    continues from a step or a checkpoint.
+    """
     if not isinstance(after, TrainStep | Mapping):
         raise ValueError(
-            f"make_train_step: after must be a step of make_train_step, or fzero.checkpoint.starts(folder) of a checkpoint, got "
-            f"{type(after).__name__}; pass the one whose state is loaded or resharded"
+            f"make_train_step: after must be a step of make_train_step, or "
+            f"fzero.checkpoint.starts(folder) of a checkpoint, got {type(after).__name__}; pass "
+            f"the one whose state is loaded or resharded"
         )
     known = starts_of(after.plan) if isinstance(after, TrainStep) else after
     new = 1 + max(known.values(), default=-1)
@@ -162,16 +197,20 @@ def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict
 class TrainStep:
     """`step(state, batch)` → `(state, metrics)`; made by `make_train_step`.
 
-    It holds no tensors except scratch memory. The first step learns the order of collectives and which module buffers change;
-    both are the same for every state.
+    It holds no tensors except scratch memory. The first step learns the order of
+    collectives and which module buffers change; both are the same for every state.
 
     Attributes:
-        runtime: its parts on this rank, such as mesh, rules, offload, updater, and the findings of the first calls.
+        runtime: its parts on this rank, such as mesh, rules, offload, updater, and the
+            findings of the first calls.
         spec: the arguments of `make_train_step`.
-        plan: units, flat buffers, their bytes, and the traffic of a step; `print(step.plan)`.
-        specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
+        plan: units, flat buffers, their bytes, and the traffic of a step;
+            `print(step.plan)`.
+        specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the
+            state.
         rank, world_size: this process' rank, and the number of ranks.
-        mesh: the mesh of all ranks. (In a pipeline `plan` is that of this rank's stage, and `plan.mesh` a part of this mesh.)
+        mesh: the mesh of all ranks. (In a pipeline `plan` is that of this rank's stage,
+            and `plan.mesh` a part of this mesh.)
         device: the device of the state; batches must be on it, too.
     """
 
@@ -182,12 +221,16 @@ class TrainStep:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank among those of its stage of a pipeline; without one, `rank`."""
+        """The number of this rank among those of its stage of a pipeline; without one,
+        `rank`.
+        """
         return self.runtime.ranks.rank
 
     @property
     def data_world_size(self) -> int:
-        """The number of ranks that divide a batch among them; without a pipeline `world_size`."""
+        """The number of ranks that divide a batch among them; without a pipeline
+        `world_size`.
+        """
         return self.runtime.ranks.size
 
     @property
@@ -198,221 +241,297 @@ class TrainStep:
 
     @property
     def schedule(self) -> EventOrder | None:
-        """The events of a micro-step in order, once it is learned (as a rule, after the first step)."""
+        """The events of a micro-step in order, once it is learned (as a rule, after the
+        first step).
+        """
         learned = self.runtime.learned.schedule
         return None if learned is None else EventOrder(learned)
 
     @property
     def has_agreed(self) -> bool:
-        """Whether the ranks have made all agreements of a first step. (A step in one graph needs none.)"""
+        """Whether the ranks have made all agreements of a first step. (A step in one
+        graph needs none.)
+        """
         return self.program is not None or self.runtime.learned.moving_buffers is not None
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One optimizer step on this rank's `batch`.
 
-        *Collective:* every rank, with batches of the same size. Sends `plan.sent_per_step`, and a few numbers.
+        *Collective:* every rank, with batches of the same size. Sends
+        `plan.sent_per_step`, and a few numbers.
 
         Args:
-            state: the state from `init` or the previous step; it is donated (see `make_train_step`).
-            batch: this rank's samples. With `gradient_accumulation_steps` it is cut into that many micro-batches along the
-                leading dimension of its tensors; or it is an iterator, from which the step takes that many micro-batches.
+            state: the state from `init` or the previous step; it is donated (see
+                `make_train_step`).
+            batch: this rank's samples. With `gradient_accumulation_steps` it is cut
+                into that many micro-batches along the leading dimension of its tensors;
+                or it is an iterator, from which the step takes that many micro-batches.
 
         Raises:
-            ValueError: the batch has another size than configured, the loss is no scalar, or a parameter was frozen or unfrozen.
-            FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated). On CUDA
-                a device-side assertion ends the process instead, so that no step waits for the device.
-            ScheduleError: on this rank, but not on all ranks, the units ran in another order than the learned one.
+            ValueError: the batch has another size than configured, the loss is no
+                scalar, or a parameter was frozen or unfrozen.
+            FloatingPointError: the loss or the gradient is not finite (on every rank;
+                the state was not updated). On CUDA a device-side assertion ends the
+                process instead, so that no step waits for the device.
+            ScheduleError: on this rank, but not on all ranks, the units ran in another
+                order than the learned one.
             CollectiveError: another rank died or did not call.
         """
         if torch.compiler.is_dynamo_compiling():
             return untraced(TrainStep.__call__)(self, state, batch)  # type: ignore[no-any-return]
         run = self.runtime
         state, micro_batches = phases.check(run, state, batch)
-        collected = run.program(run, state, micro_batches)  # forwards and backwards: eager, or in one graph
+        # forwards and backwards: eager, or in one graph
+        collected = run.program(run, state, micro_batches)
         return end(run, collected)
 
     def begin(self, state: State, *, measures_early: bool = False) -> AccumulationWindow:
-        """Starts an accumulation window, which takes the state. Then call `forward` and `backward`, once or often, and `update`.
+        """Starts an accumulation window, which takes the state. Then call `forward` and
+        `backward`, once or often, and `update`.
 
             window = step.begin(state)
             outputs = step.forward(window, lambda: model(x))
             window = step.backward(window, criterion(outputs, y))
             state, metrics = step.update(window)
 
-        Between the last two lines you may change or replace those gradients of `window.state` that are in memory.
+        Between the last two lines you may change or replace those gradients of
+        `window.state` that are in memory.
 
         Args:
-            measures_early: whether the norm of each gradient is measured when it is collected, while it is in the cache, as
-                `step(state, batch)` does. Then change gradients only in ways that PyTorch's version counter sees: in place, but
-                not through `.data`, a collective, NumPy or DLPack.
+            measures_early: whether the norm of each gradient is measured when it is
+                collected, while it is in the cache, as `step(state, batch)` does. Then
+                change gradients only in ways that PyTorch's version counter sees: in
+                place, but not through `.data`, a collective, NumPy or DLPack.
         """
         return phases.begin(self.runtime, state, measures_early=measures_early)
 
     def forward(
-        self, window: AccumulationWindow, function: Callable[[], T], *, run: str = "train", still: frozenset[str] = frozenset()
-    ) -> T:  # fmt: skip
-        """Calls `function`, which may call the model, and returns its result, whose tensors have autograd's graph.
+        self,
+        window: AccumulationWindow,
+        function: Callable[[], T],
+        *,
+        run: str = "train",
+        still: frozenset[str] = frozenset(),
+    ) -> T:
+        """Calls `function`, which may call the model, and returns its result, whose
+        tensors have autograd's graph.
 
-        It uses the process' random state. Autograd keeps no gathered parameter alive, and no collective is under way afterwards.
+        It uses the process' random state. Autograd keeps no gathered parameter alive,
+        and no collective is under way afterwards.
 
-        *Collective:* every rank, in the same order as the other parts of a step; in stage 3 each sends `(W-1)/W` of the
-        parameters. An error ends the window on this rank, and the other ranks wait for it.
+        *Collective:* every rank, in the same order as the other parts of a step; in
+        stage 3 each sends `(W-1)/W` of the parameters. An error ends the window on this
+        rank, and the other ranks wait for it.
 
         Args:
             window: the window from `begin` or from the last `backward`.
             function: it must use the model's parameters through the model.
-            run: a name for forwards that use the units in the same order. An order is learned for each name.
-            still: the names of trained parameters that get no gradient from this forward. A flat buffer is not updated if all its
-                parameters are listed in `still` in all forwards of a window.
+            run: a name for forwards that use the units in the same order. An order is
+                learned for each name.
+            still: the names of trained parameters that get no gradient from this
+                forward. A flat buffer is not updated if all its parameters are listed
+                in `still` in all forwards of a window.
         """
         check_callable("forward", function, "a function without arguments that calls the model")
         return phases.forward(self.runtime, window, function, kind=run, still=still)
 
     def backward(
-        self, window: AccumulationWindow, loss: Tensor, *, weight: Tensor | None = None, num_parts: int = 1,
-        is_last: bool = True, keeps: bool = False,
-    ) -> AccumulationWindow:  # fmt: skip
-        """Adds the gradients of a loss, which comes from one or several forwards of this window, to the gradients of the state.
+        self,
+        window: AccumulationWindow,
+        loss: Tensor,
+        *,
+        weight: Tensor | None = None,
+        num_parts: int = 1,
+        is_last: bool = True,
+        keeps: bool = False,
+    ) -> AccumulationWindow:
+        """Adds the gradients of a loss, which comes from one or several forwards of
+        this window, to the gradients of the state.
 
-        *Collective:* every rank; see `Plan.sent_per_step`. An error ends the window, as in `forward`.
+        *Collective:* every rank; see `Plan.sent_per_step`. An error ends the window, as
+        in `forward`.
 
         Args:
-            window: the window from `begin` or from the last `backward`; it must not be used again.
+            window: the window from `begin` or from the last `backward`; it must not be
+                used again.
             loss: a scalar; it is multiplied by the loss scale here.
-            weight: the weight of a loss that is a sum; then all losses of the window must be sums.
-            num_parts: the number of micro-steps over which the loss is a mean; the gradients are divided by it.
-            is_last: whether this is the last backward before the update: gradients kept in full are reduced now. A further
-                backward reduces its own gradients, and adds them.
+            weight: the weight of a loss that is a sum; then all losses of the window
+                must be sums.
+            num_parts: the number of micro-steps over which the loss is a mean; the
+                gradients are divided by it.
+            is_last: whether this is the last backward before the update: gradients kept
+                in full are reduced now. A further backward reduces its own gradients,
+                and adds them.
             keeps: whether the graph is kept, for another backward.
         """
-        how: dict[str, Any] = {"weight": weight, "num_parts": num_parts, "is_last": is_last, "keeps": keeps}
+        how: dict[str, Any] = {
+            "weight": weight,
+            "num_parts": num_parts,
+            "is_last": is_last,
+            "keeps": keeps,
+        }
         return phases.backward(self.runtime, window, loss, **how)
 
-    def passing(self, window: AccumulationWindow, loss: Tensor, *, keeps: bool = False) -> AbstractContextManager[None]:
-        """A context in which a backward of another step may run through forwards of this one (a generator's loss, through its
-        discriminator). It adds no gradients to the parameters of this step. Arguments: see `backward`.
+    def passing(
+        self, window: AccumulationWindow, loss: Tensor, *, keeps: bool = False
+    ) -> AbstractContextManager[None]:
+        """A context in which a backward of another step may run through forwards of
+        this one (a generator's loss, through its discriminator). It adds no gradients
+        to the parameters of this step. Arguments: see `backward`.
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
         return phases.passing(self.runtime, window, loss, keeps=keeps)
 
     def update(self, window: AccumulationWindow) -> tuple[State, Metrics]:
-        """Ends a window: clips its gradients, skips an overflow, and updates. Raises the errors of `__call__`.
+        """Ends a window: clips its gradients, skips an overflow, and updates. Raises
+        the errors of `__call__`.
 
-        *Collective:* every rank; all-gathers a few numbers, and the updated parameters that every rank holds in full.
+        *Collective:* every rank; all-gathers a few numbers, and the updated parameters
+        that every rank holds in full.
         """
         phases.check_window(window)
         return end(self.runtime, phases.collect(self.runtime, window))
 
-    def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> State:
+    def init(
+        self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None
+    ) -> State:
         """This rank's part of a new state.
 
-        *Collective:* every rank. All ranks get rank 0's values: each flat buffer is broadcast once.
+        *Collective:* every rank. All ranks get rank 0's values: each flat buffer is
+        broadcast once.
 
         Args:
-            params: a full state dict; None takes the model's present weights. Weights on `meta` are initialized.
-            init_fn: `init_fn(module)` fills the parameters of a module on `meta`; None calls `reset_parameters`.
+            params: a full state dict; None takes the model's present weights. Weights
+                on `meta` are initialized.
+            init_fn: `init_fn(module)` fills the parameters of a module on `meta`; None
+                calls `reset_parameters`.
         """
         return first_state(self.runtime, params, init_fn)
 
     def gather(self, state: State, *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
-        """The full state dict: the model's own names, floating tensors in fp32 (those of fp64 in fp64), on the CPU.
+        """The full state dict: the model's own names, floating tensors in fp32 (those
+        of fp64 in fp64), on the CPU.
 
-        The weights are the masters, if there are any. `to="rank0"` returns it on rank 0 alone, and `{}` on the others.
+        The weights are the masters, if there are any. `to="rank0"` returns it on rank 0
+        alone, and `{}` on the others.
 
-        *Collective:* every rank; in stage 3, and with masters, each sends `(W-1)/W` of the parameters, unit by unit.
+        *Collective:* every rank; in stage 3, and with masters, each sends `(W-1)/W` of
+        the parameters, unit by unit.
         """
         return state_dict(self.runtime, state, to=to)
 
     def weights(self, state: State) -> dict[str, Tensor]:
-        """This rank's part of the weights by flat buffer: the master where there is one, else the parameters.
+        """This rank's part of the weights by flat buffer: the master where there is
+        one, else the parameters.
 
-        These are the state's own tensors. Average them into a tree of the same structure, for example, and pass it to
-        `with_weights`. Sends nothing.
+        These are the state's own tensors. Average them into a tree of the same
+        structure, for example, and pass it to `with_weights`. Sends nothing.
         """
         self.runtime.check_state(state)
         return self.runtime.weights(state)
 
     def with_weights(self, state: State, weights: Mapping[str, Tensor]) -> State:
-        """The state with other weights (masters and parameters), for `evaluate`, `gather`, `save` and `save_16bit_model`.
+        """The state with other weights (masters and parameters), for `evaluate`,
+        `gather`, `save` and `save_16bit_model`.
 
             ema = optree.tree_map(lambda mean, weight: torch.lerp(mean, weight, 0.01), ema, step.weights(state))
             loss = step.evaluate(step.with_weights(state, ema), batch)
 
-        (`state._replace(master=…)` alone does not change the parameters that the model computes with.) The new state shares
-        tensors with the old one and with `weights`, so a donating step that takes one of the states makes both invalid.
-        `weights` holds flat buffers as in `step.weights`, in any floating dtype. Flat buffers that it lacks keep their weights.
+        (`state._replace(master=…)` alone does not change the parameters that the model
+        computes with.) The new state shares tensors with the old one and with
+        `weights`, so a donating step that takes one of the states makes both invalid.
+        `weights` holds flat buffers as in `step.weights`, in any floating dtype. Flat
+        buffers that it lacks keep their weights.
 
-        *Collective* if a rank holds full parameters but only a shard of the weights: every rank; each sends `(W-1)/W` of them.
+        *Collective* if a rank holds full parameters but only a shard of the weights:
+        every rank; each sends `(W-1)/W` of them.
         """
         return with_weights(self.runtime, state, weights)
 
     def evaluate(self, state: State, batch: Any) -> Tensor:
-        """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
+        """The mean loss over ranks, in evaluation mode, without gradients; the state is
+        unchanged.
 
-        The model computes with `state.params`; `with_weights` makes a state with other weights.
+        The model computes with `state.params`; `with_weights` makes a state with other
+        weights.
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
         return inspection.evaluate(self.runtime, state, batch)
 
     def inspect(self, state: State, function: Callable[[], T], *, run: str = "inspect") -> T:
-        """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is
-        unchanged. Arguments: see `forward`.
+        """Calls `function`, which may call the model, and returns its result; no
+        gradients are collected, and the state is unchanged. Arguments: see `forward`.
 
-        Use it for evaluation, and for gradients of inputs by autograd or torch.func; these keep gathered parameters in memory.
+        Use it for evaluation, and for gradients of inputs by autograd or torch.func;
+        these keep gathered parameters in memory.
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
         return inspection.inspect(self.runtime, state, function, run)
 
     def first_overflow(self, state: State) -> str | None:
-        """The name of the first parameter, in order of declaration, whose gradient is not finite; None if all are finite.
+        """The name of the first parameter, in order of declaration, whose gradient is
+        not finite; None if all are finite.
 
-        Pass the state that a step with `metrics.overflow` returned. The call reads the gradients, so on CUDA it waits for the
-        device.
+        Pass the state that a step with `metrics.overflow` returned. The call reads the
+        gradients, so on CUDA it waits for the device.
 
         *Collective:* every rank; sends one number.
         """
         return inspection.first_overflow(self.runtime, state)
 
     def following(
-        self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None = None
+        self,
+        rates: Sequence[float],
+        optimizers: Sequence[OptimizerBlock | UserTransform] | None = None,
     ) -> Self:
-        """The same step with other learning rates and other hyper-parameters of optimizers. It takes the same states.
+        """The same step with other learning rates and other hyper-parameters of
+        optimizers. It takes the same states.
 
         Args:
-            rates: the learning rate of each parameter group, instead of every schedule; the same on all ranks. Group 0 holds the
-                parameters that no group of `param_groups` takes (it may be empty), group i is `param_groups[i - 1]`.
-            optimizers: the optimizer of each parameter group, with the same state structure; None keeps those of this step.
+            rates: the learning rate of each parameter group, instead of every schedule;
+                the same on all ranks. Group 0 holds the parameters that no group of
+                `param_groups` takes (it may be empty), group i is
+                `param_groups[i - 1]`.
+            optimizers: the optimizer of each parameter group, with the same state
+                structure; None keeps those of this step.
         """
         return _twin(self, self.runtime.following(rates, optimizers))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same step, which also reports its collectives to `observe`. It shares the model and the captured graphs.
+        """The same step, which also reports its collectives to `observe`. It shares the
+        model and the captured graphs.
 
         It learns an order of collectives of its own. Each rank may call it or not.
         """
         return _twin(self, self.runtime.observed(observe))
 
     def trace(self, batch: Any) -> list[Captured]:
-        """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured but not yet scheduled.
+        """The aten graphs that a step on this batch runs with `compile="step"`, in
+        order, captured but not yet scheduled.
 
-        It works for every step, with any `compile`, and on one rank alone. It computes, allocates, sends and changes nothing:
-        state and batch are tensors without memory (`FakeTensorMode`), and tensors of `batch` may be on `meta`.
+        It works for every step, with any `compile`, and on one rank alone. It computes,
+        allocates, sends and changes nothing: state and batch are tensors without memory
+        (`FakeTensorMode`), and tensors of `batch` may be on `meta`.
         """
         from fzero.graph.explain import trace
 
         return trace(self, batch)
 
     def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Explained:
-        """The schedule of a step: compute and collectives over time, and below them the gathered bytes.
+        """The schedule of a step: compute and collectives over time, and below them the
+        gathered bytes.
 
-        With a `batch` it is the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). An
-        eager step enters and leaves its units at the same places. Inductor fuses compute, and keeps the collectives and their
-        order. Without a batch it is the schedule of the largest graph that ran. A pipeline's schedule shows its stages.
+        With a `batch` it is the schedule of the graph that `compile="step"` makes,
+        captured without tensors (see `trace`). An eager step enters and leaves its
+        units at the same places. Inductor fuses compute, and keeps the collectives and
+        their order. Without a batch it is the schedule of the largest graph that ran. A
+        pipeline's schedule shows its stages.
 
-        `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
+        `print` it for a table, `draw()` for a picture. Times come from a simple model
+        of a machine; they are not measured.
         """
         return parallelism.explain(self, batch, machine=machine)
 
@@ -420,11 +539,12 @@ class TrainStep:
 def end(
     run: StepRuntime, collected: Collected, *, sees: Callable[[Outcome], object] | None = None
 ) -> tuple[State, Metrics]:
-    """The end of a step of any program: the state after the update, and the metrics. *Collective:* every rank.
+    """The end of a step of any program: the state after the update, and the metrics.
+    *Collective:* every rank.
 
     Args:
-        sees: gets the outcome before the device is given the update. It may begin to copy a number to the host then, which need
-            not wait for the update.
+        sees: gets the outcome before the device is given the update. It may begin to
+            copy a number to the host then, which need not wait for the update.
 
     Raises:
         FloatingPointError: see `finish_step`.
@@ -446,7 +566,8 @@ def _with_program(run: StepRuntime) -> StepRuntime:
     if run.runs is not None:
         return run
     if run.spec.compile == "step":
-        from fzero.graph.program import GraphProgram  # importing Dynamo takes longer than all of fzero
+        # importing Dynamo takes longer than all of fzero
+        from fzero.graph.program import GraphProgram
 
         return replace(run, runs=GraphProgram.make(run, run.spec.compile_backend))
     return replace(run, runs=Eager())

@@ -1,7 +1,8 @@
 """Buckets: items that are communicated together.
 
-Small messages waste latency and large ones waste memory. So consecutive items are joined greedily up to a cap. The order is
-kept: a bucket is ready as soon as its last item is ready.
+Small messages waste latency and large ones waste memory. So consecutive items are
+joined greedily up to a cap. The order is kept: a bucket is ready as soon as its last
+item is ready.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from sharding.checks import check_at_least
 
 
 def plan_buckets(numels: Sequence[int], cap: int) -> tuple[tuple[int, ...], ...]:
-    """Join consecutive items while their sum is at most `cap`; an item larger than `cap` is a bucket of its own.
+    """Join consecutive items while their sum is at most `cap`; an item larger than
+    `cap` is a bucket of its own.
 
     Args:
         numels: the elements of each item.

@@ -4,7 +4,9 @@ Dtypes are names here, such as `"float32"`, so that bytes can be counted without
 """
 
 ITEMSIZES: dict[str, int] = {
-    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"), 1),
+    **dict.fromkeys(
+        ("bool", "int8", "uint8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"), 1
+    ),
     **dict.fromkeys(("float8_e5m2fnuz", "float8_e8m0fnu"), 1),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
     **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
@@ -20,5 +22,7 @@ def itemsize(dtype: str) -> int:
     (2, 4)
     """
     if dtype not in ITEMSIZES:
-        raise ValueError(f"itemsize: unknown dtype {dtype!r}; pass one of {', '.join(sorted(ITEMSIZES))}")
+        raise ValueError(
+            f"itemsize: unknown dtype {dtype!r}; pass one of {', '.join(sorted(ITEMSIZES))}"
+        )
     return ITEMSIZES[dtype]

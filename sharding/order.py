@@ -1,8 +1,9 @@
 """The order of the parameters in a flat buffer.
 
-An order is an explicit permutation of the declared parameters; it does not depend on how a tree is traversed. Declaration
-order keeps a unit's parameters together. Round robin distributes them over `num_lists` lists, as DeepSpeed does: gradients
-that become ready at the same time then belong to different ranks.
+An order is an explicit permutation of the declared parameters; it does not depend on
+how a tree is traversed. Declaration order keeps a unit's parameters together. Round
+robin distributes them over `num_lists` lists, as DeepSpeed does: gradients that become
+ready at the same time then belong to different ranks.
 """
 
 from collections.abc import Sequence
@@ -33,10 +34,13 @@ class Order:
         for index in self.indices:
             if not isinstance(index, int) or not 0 <= index < len(self.indices):
                 raise ValueError(
-                    f"Order: indices must be those of {len(self.indices)} items, got {index!r}; number items from 0 on"
+                    f"Order: indices must be those of {len(self.indices)} items, got {index!r}; "
+                    f"number items from 0 on"
                 )
             if index in seen:
-                raise ValueError(f"Order: indices must differ, got {index} twice; name every item once")
+                raise ValueError(
+                    f"Order: indices must differ, got {index} twice; name every item once"
+                )
             seen.add(index)
 
     def __len__(self) -> int:
@@ -49,7 +53,9 @@ class Order:
         ('b', 'a')
         """
         if len(items) != len(self):
-            raise ValueError(f"Order: orders {len(self)} items, got {len(items)}; make an order of this many")
+            raise ValueError(
+                f"Order: orders {len(self)} items, got {len(items)}; make an order of this many"
+            )
         return tuple(map(items.__getitem__, self.indices))
 
     def inverse(self) -> "Order":
@@ -80,4 +86,6 @@ def round_robin(length: int, num_lists: int) -> Order:
     """
     check_at_least("round_robin", "length", length, 0)
     check_at_least("round_robin", "num_lists", num_lists, 1)
-    return Order(tuple(index for first in range(num_lists) for index in range(first, length, num_lists)))
+    return Order(
+        tuple(index for first in range(num_lists) for index in range(first, length, num_lists))
+    )

@@ -1,10 +1,12 @@
 """Partitions: the division of a flat buffer among ranks.
 
-`Partition` gives every rank an equal, contiguous shard, because collectives need equal messages. The length of a shard is the
-smallest multiple of `multiple_of` with which `world_size` shards cover the buffer; the rest of the last shards is padding.
+`Partition` gives every rank an equal, contiguous shard, because collectives need equal
+messages. The length of a shard is the smallest multiple of `multiple_of` with which
+`world_size` shards cover the buffer; the rest of the last shards is padding.
 `NearEqualSplit` has no padding: the first ranks get one element more.
 
-Shape letters: N elements, P padded = W * S, S shard, W ranks. ZeRO section 5 divides each state this way.
+Shape letters: N elements, P padded = W * S, S shard, W ranks. ZeRO section 5 divides
+each state this way.
 """
 
 from dataclasses import dataclass, field
@@ -14,12 +16,14 @@ from sharding.checks import check_at_least, check_index
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A flat buffer cut into equal contiguous shards, one per rank; padding sits at the end. Lengths count elements.
+    """A flat buffer cut into equal contiguous shards, one per rank; padding sits at the
+    end. Lengths count elements.
 
     Args:
         numel: N, the elements of the buffer without padding; 0 is allowed.
         world_size: W, the number of ranks among which the buffer is divided.
-        multiple_of: the length of every shard is a multiple of this, for aligned kernels and messages.
+        multiple_of: the length of every shard is a multiple of this, for aligned
+            kernels and messages.
 
     Raises:
         ValueError: a number is too small.
@@ -60,7 +64,8 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class NearEqualSplit:
-    """A flat buffer cut without padding: the first `numel % world_size` ranks get one element more than the others.
+    """A flat buffer cut without padding: the first `numel % world_size` ranks get one
+    element more than the others.
 
     >>> split = NearEqualSplit(numel=10, world_size=4)
     >>> split.sizes

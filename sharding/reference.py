@@ -1,8 +1,9 @@
 """Reference collectives on stacked ranks.
 
-Dim 0 of every tensor is the rank, so that `x[rank]` is the tensor of that rank. These functions define the results of the
-collectives, and tests compare with them. Sums add in rank order, `((x[0] + x[1]) + x[2]) + ...`, so that their bits are
-defined; the mean is that sum times 1 / W.
+Dim 0 of every tensor is the rank, so that `x[rank]` is the tensor of that rank. These
+functions define the results of the collectives, and tests compare with them. Sums add
+in rank order, `((x[0] + x[1]) + x[2]) + ...`, so that their bits are defined; the mean
+is that sum times 1 / W.
 
 Shape letters: N elements, P padded = W * S, S shard, W ranks (leading dim).
 """
@@ -87,7 +88,9 @@ def all_to_all(x_WP: torch.Tensor) -> torch.Tensor:
             [ 3,  4, 30, 40]])
     """
     _check_stacked("all_to_all", x_WP, divided=True)
-    received_WP: torch.Tensor = rearrange(x_WP, "source (target shard) -> target (source shard)", target=x_WP.shape[0])
+    received_WP: torch.Tensor = rearrange(
+        x_WP, "source (target shard) -> target (source shard)", target=x_WP.shape[0]
+    )
     return received_WP
 
 
@@ -95,7 +98,9 @@ def _reduce(owner: str, x_WN: torch.Tensor, op: str) -> torch.Tensor:
     if op not in ("sum", "mean"):
         raise ValueError(f"{owner}: op must be 'sum' or 'mean', got {op!r}; pass one of these")
     if op == "mean" and not (x_WN.is_floating_point() or x_WN.is_complex()):
-        raise ValueError(f"{owner}: op 'mean' needs a floating dtype, got {x_WN.dtype}; cast, or use op 'sum'")
+        raise ValueError(
+            f"{owner}: op 'mean' needs a floating dtype, got {x_WN.dtype}; cast, or use op 'sum'"
+        )
     total_N = reduce(add, x_WN.unbind(0))
     return total_N if op == "sum" else total_N * (1 / x_WN.shape[0])
 
@@ -108,9 +113,11 @@ def _to_every_rank(x_N: torch.Tensor, world_size: int) -> torch.Tensor:
 def _check_stacked(owner: str, x: torch.Tensor, *, divided: bool = False) -> None:
     if x.dim() != 2 or x.shape[0] < 1:
         raise ValueError(
-            f"{owner}: the ranks must be stacked along the first of two dims, got {tuple(x.shape)}; stack flat buffers"
+            f"{owner}: the ranks must be stacked along the first of two dims, got "
+            f"{tuple(x.shape)}; stack flat buffers"
         )
     if divided and x.shape[1] % x.shape[0]:
         raise ValueError(
-            f"{owner}: {x.shape[0]} ranks cannot divide {x.shape[1]} elements equally; pad the buffer by its Partition"
+            f"{owner}: {x.shape[0]} ranks cannot divide {x.shape[1]} elements equally; pad the "
+            f"buffer by its Partition"
         )

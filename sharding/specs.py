@@ -1,9 +1,12 @@
-"""Specs and placements: how a tensor is divided among ranks, and in which memory it lives.
+"""Specs and placements: how a tensor is divided among ranks, and in which memory it
+lives.
 
-A spec relates a tensor to the axes of a mesh: every rank holds all of it (`Replicated`), its own shard (`Sharded`),
-or a summand of it (`Partial`, as for unreduced gradients). A placement names the memory. `TensorSpec` combines both with
-shape and dtype, so that shard lengths and bytes can be computed without a tensor. `Mesh` names the axes of the ranks. A ZeRO
-stage is a table of specs, and offload is a table of placements (ZeRO section 5, ZeRO-Infinity section 5).
+A spec relates a tensor to the axes of a mesh: every rank holds all of it
+(`Replicated`), its own shard (`Sharded`), or a summand of it (`Partial`, as for
+unreduced gradients). A placement names the memory. `TensorSpec` combines both with
+shape and dtype, so that shard lengths and bytes can be computed without a tensor.
+`Mesh` names the axes of the ranks. A ZeRO stage is a table of specs, and offload is a
+table of placements (ZeRO section 5, ZeRO-Infinity section 5).
 """
 
 import math
@@ -24,10 +27,12 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class Sharded:
-    """Every rank along some axes holds one shard of the flattened tensor, which is divided along the first axis first.
+    """Every rank along some axes holds one shard of the flattened tensor, which is
+    divided along the first axis first.
 
-    Along two axes of sizes L and N, the rank at (l, n) holds shard `l * N + n`. So ranks that differ only along the second
-    axis hold neighbouring shards, which together are shard l of `Sharded(first axis)`.
+    Along two axes of sizes L and N, the rank at (l, n) holds shard `l * N + n`. So
+    ranks that differ only along the second axis hold neighbouring shards, which
+    together are shard l of `Sharded(first axis)`.
 
     Args:
         axes: the names of the axes, the major one first.
@@ -43,7 +48,9 @@ class Sharded:
     def __init__(self, *axes: str) -> None:
         object.__setattr__(self, "axes", axes)
         if not axes:
-            raise ValueError("Sharded: axes must name at least one axis, got none; use Replicated() for none")
+            raise ValueError(
+                "Sharded: axes must name at least one axis, got none; use Replicated() for none"
+            )
         for axis in axes:
             _check_axis_name("Sharded", axis)
         _check_differ("Sharded", axes)
@@ -61,7 +68,8 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Partial:
-    """Every rank along `axis` holds a summand of the full shape; the sum or mean of these is the tensor.
+    """Every rank along `axis` holds a summand of the full shape; the sum or mean of
+    these is the tensor.
 
     >>> Partial("data")
     Partial('data')
@@ -86,14 +94,17 @@ Spec: TypeAlias = Replicated | Sharded | Partial
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The memory that a tensor lives in: of the accelerator, of the host (pinned or not), or a file on NVMe.
+    """The memory that a tensor lives in: of the accelerator, of the host (pinned or
+    not), or a file on NVMe.
 
-    Memory of another kind is a subclass that says when a device computes with it, and puts tensors there. It passes
-    `kind="host"`, under which plans count its bytes, and its tensors are tensors of the CPU.
+    Memory of another kind is a subclass that says when a device computes with it, and
+    puts tensors there. It passes `kind="host"`, under which plans count its bytes, and
+    its tensors are tensors of the CPU.
 
     Args:
         kind: `device`, `host` or `nvme`.
-        pinned: whether tensors that a step copies are in page-locked host memory, so that copies overlap compute; host only.
+        pinned: whether tensors that a step copies are in page-locked host memory, so
+            that copies overlap compute; host only.
         path: the folder of the files; for nvme only, where it is required.
 
     >>> Placement("host", pinned=True).kind
@@ -111,24 +122,28 @@ class Placement:
     def __post_init__(self) -> None:
         if self.kind not in ("device", "host", "nvme"):
             raise ValueError(
-                f"Placement: kind must be 'device', 'host' or 'nvme', got {self.kind!r}; pass one of these"
+                f"Placement: kind must be 'device', 'host' or 'nvme', got {self.kind!r}; pass one "
+                f"of these"
             )
         if self.pinned and self.kind != "host":
             raise ValueError(
-                f"Placement: pinned is for kind 'host' only, got pinned=True with kind {self.kind!r}; drop pinned"
+                f"Placement: pinned is for kind 'host' only, got pinned=True with kind "
+                f"{self.kind!r}; drop pinned"
             )
         if self.kind == "nvme" and not self.path:
             raise ValueError(
-                f"Placement: path is required when kind is 'nvme', got {self.path!r}; pass the folder for the files"
+                f"Placement: path is required when kind is 'nvme', got {self.path!r}; pass the "
+                f"folder for the files"
             )
         if self.kind != "nvme" and self.path is not None:
             raise ValueError(
-                f"Placement: path is for kind 'nvme' only, got {self.path!r} with kind {self.kind!r}; drop path"
+                f"Placement: path is for kind 'nvme' only, got {self.path!r} with kind "
+                f"{self.kind!r}; drop path"
             )
         if self.kind == "device" and self.is_away:
             raise ValueError(
-                f"Placement: kind must not be 'device' where a card does not compute with the memory, got {self!r}; pass "
-                f"kind='host', and put tensors in memory of the host"
+                f"Placement: kind must not be 'device' where a card does not compute with the "
+                f"memory, got {self!r}; pass kind='host', and put tensors in memory of the host"
             )
 
     @property
@@ -146,7 +161,8 @@ class Placement:
         return not self.is_here("cuda")
 
     def is_here(self, device: str) -> bool:
-        """Whether a device of this type computes with the memory itself: its own; for a CPU, also the host's.
+        """Whether a device of this type computes with the memory itself: its own; for a
+        CPU, also the host's.
 
         >>> [Placement("host").is_here(device) for device in ("cuda", "cpu")]
         [False, True]
@@ -157,7 +173,8 @@ class Placement:
         """A copy of a torch.Tensor in this memory of the host.
 
         Args:
-            may_pin: whether there is a card, and a step copies the tensor to or from it.
+            may_pin: whether there is a card, and a step copies the tensor to or from
+                it.
         """
         return x.new_empty(x.shape, device="cpu", pin_memory=self.pinned and may_pin).copy_(x)
 
@@ -183,7 +200,8 @@ class TensorSpec:
         dtype: the name of its dtype, such as `"float32"`.
         spec: its relation to the mesh.
         placement: the memory that it lives in.
-        multiple_of: the length of every shard is a multiple of this, for a sharded tensor.
+        multiple_of: the length of every shard is a multiple of this, for a sharded
+            tensor.
 
     >>> tensor = TensorSpec((3, 5), "float32", Sharded("data"), multiple_of=2)
     >>> tensor.local_shape(world_size=4), tensor.local_nbytes(world_size=4)
@@ -207,7 +225,8 @@ class TensorSpec:
         if self.dtype not in ITEMSIZES:
             known = ", ".join(sorted(ITEMSIZES))
             raise ValueError(
-                f"TensorSpec: dtype must be the name of a known dtype, got {self.dtype!r}; pass one of {known}"
+                f"TensorSpec: dtype must be the name of a known dtype, got {self.dtype!r}; pass "
+                f"one of {known}"
             )
         if not isinstance(self.spec, Spec):
             raise ValueError(
@@ -221,28 +240,39 @@ class TensorSpec:
         return math.prod(self.shape)
 
     def partition(self, world_size: "int | Mesh") -> Partition:
-        """The partition of the flattened tensor among `world_size` ranks, or among the ranks of a mesh along its axes.
+        """The partition of the flattened tensor among `world_size` ranks, or among the
+        ranks of a mesh along its axes.
 
         >>> TensorSpec((3, 5), "float32", Sharded("data")).partition(world_size=4)
         Partition(numel=15, world_size=4, multiple_of=1)
-        >>> TensorSpec((3, 5), "float32", Sharded("data", "node")).partition(Mesh.of(node=2, data=4))
+        >>> TensorSpec((3, 5), "float32", Sharded("data", "node")).partition(
+        ...     Mesh.of(node=2, data=4)
+        ... )
         Partition(numel=15, world_size=8, multiple_of=1)
         """
         num_shards = self.num_shards(world_size) if isinstance(world_size, Mesh) else world_size
         return _partition(self.numel, num_shards, self.multiple_of)
 
     def num_shards(self, mesh: "Mesh") -> int:
-        """The number of different shards on the ranks of a mesh; 1 if it is not sharded."""
-        return math.prod(map(mesh.axis_size, self.spec.axes)) if isinstance(self.spec, Sharded) else 1
+        """The number of different shards on the ranks of a mesh; 1 if it is not
+        sharded.
+        """
+        return (
+            math.prod(map(mesh.axis_size, self.spec.axes)) if isinstance(self.spec, Sharded) else 1
+        )
 
     def local_shape(self, world_size: "int | Mesh") -> tuple[int, ...]:
-        """The shape that one rank holds: `(S,)` if sharded, otherwise the full shape. Arguments as for `partition`."""
+        """The shape that one rank holds: `(S,)` if sharded, otherwise the full shape.
+        Arguments as for `partition`.
+        """
         if isinstance(self.spec, Sharded):
             return (self.partition(world_size).shard_numel,)
         return self.shape
 
     def local_nbytes(self, world_size: "int | Mesh") -> int:
-        """The bytes that one rank holds, padding included. Arguments as for `partition`."""
+        """The bytes that one rank holds, padding included. Arguments as for
+        `partition`.
+        """
         return math.prod(self.local_shape(world_size)) * itemsize(self.dtype)
 
 
@@ -252,7 +282,8 @@ DATA = "data"
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A grid of ranks with named axes, in row-major order: consecutive ranks are neighbours along the last axis.
+    """A grid of ranks with named axes, in row-major order: consecutive ranks are
+    neighbours along the last axis.
 
     Args:
         axes: the name and size of each axis; one of them is "data".
@@ -276,7 +307,8 @@ class Mesh:
         _check_differ("Mesh", self.names)
         if "data" not in self.names:
             raise ValueError(
-                f"Mesh: an axis must be named 'data', got {self.names}; add ('data', 1) if nothing else fits"
+                f"Mesh: an axis must be named 'data', got {self.names}; add ('data', 1) if nothing "
+                f"else fits"
             )
 
     @classmethod
@@ -299,7 +331,9 @@ class Mesh:
         for axis, size in self.axes:  # asked for often, and there are few
             if axis == name:
                 return size
-        raise ValueError(f"Mesh: unknown axis {name!r}; this mesh has {', '.join(map(repr, self.names))}")
+        raise ValueError(
+            f"Mesh: unknown axis {name!r}; this mesh has {', '.join(map(repr, self.names))}"
+        )
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """The index of `rank` along each axis.
@@ -324,19 +358,24 @@ class Mesh:
         rank = 0
         for name, size in self.axes:
             if name not in coordinate:
-                raise ValueError(f"Mesh: coordinate {dict(coordinate)} has no index along axis {name!r}; add one")
+                raise ValueError(
+                    f"Mesh: coordinate {dict(coordinate)} has no index along axis {name!r}; add one"
+                )
             check_index("Mesh", f"index along axis {name!r}", coordinate[name], size)
             rank = rank * size + coordinate[name]
         return rank
 
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axis`, in order, with `rank` itself.
+        """The ranks that differ from `rank` only along `axis`, in order, with `rank`
+        itself.
 
         >>> Mesh.of(node=2, data=4).peers(5, "node")
         (1, 5)
         """
         coordinate = self.coordinate(rank)
-        return tuple(self.rank({**coordinate, axis: index}) for index in range(self.axis_size(axis)))
+        return tuple(
+            self.rank({**coordinate, axis: index}) for index in range(self.axis_size(axis))
+        )
 
     def shard_of(self, rank: int, spec: Sharded) -> int:
         """The index of the shard that `rank` holds of a tensor with that spec.
@@ -354,9 +393,14 @@ class Mesh:
 def _check_differ(owner: str, names: tuple[str, ...]) -> None:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
-        raise ValueError(f"{owner}: axis names must differ, got {repeated[0]!r} twice in {names}; rename one")
+        raise ValueError(
+            f"{owner}: axis names must differ, got {repeated[0]!r} twice in {names}; rename one"
+        )
 
 
 def _check_axis_name(owner: str, name: str) -> None:
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{owner}: axis must be a name, got {name!r}; pass the name of a mesh axis, such as 'data'")
+        raise ValueError(
+            f"{owner}: axis must be a name, got {name!r}; pass the name of a mesh axis, such as "
+            f"'data'"
+        )

@@ -1,12 +1,14 @@
-"""Hypothesis strategies for property tests of sharded code, one for each noun of the package.
+"""Hypothesis strategies for property tests of sharded code, one for each noun of the
+package.
 
 They serve the tests here and yours:
 
     @given(layouts())
     def test_a_shard_is_never_longer_than_the_buffer(layout): ...
 
-A failure shrinks to small values. Edge cases are drawn, too: empty buffers, more ranks than elements, zero-sized and 0-d
-parameters. Needs the extra `fzero[testing]`; only `models`, `batches` and `state_trees` load torch.
+A failure shrinks to small values. Edge cases are drawn, too: empty buffers, more ranks
+than elements, zero-sized and 0-d parameters. Needs the extra `fzero[testing]`; only
+`models`, `batches` and `state_trees` load torch.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ try:
     from hypothesis import strategies as st
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "sharding.testing and fzero.testing: need hypothesis, which is not installed; pip install 'fzero[testing]'",
+        "sharding.testing and fzero.testing: need hypothesis, which is not installed; pip install "
+        "'fzero[testing]'",
         name=error.name,
     ) from None
 
@@ -46,9 +49,15 @@ def shapes(max_dims: int = 3, max_length: int = 5) -> st.SearchStrategy[tuple[in
     return st.lists(st.integers(0, max_length), max_size=max_dims).map(tuple)
 
 
-def partitions(max_numel: int = 100, max_world_size: int = 8, max_multiple_of: int = 8) -> st.SearchStrategy[Partition]:
+def partitions(
+    max_numel: int = 100, max_world_size: int = 8, max_multiple_of: int = 8
+) -> st.SearchStrategy[Partition]:
     """Partitions, also of empty buffers and among more ranks than elements."""
-    numbers = st.integers(0, max_numel), world_sizes(max_world_size), st.integers(1, max_multiple_of)
+    numbers = (
+        st.integers(0, max_numel),
+        world_sizes(max_world_size),
+        st.integers(1, max_multiple_of),
+    )
     return st.builds(Partition, *numbers)
 
 
@@ -62,7 +71,8 @@ def layouts(
     max_multiple_of: int = 8,
     parameters: st.SearchStrategy[tuple[int, ...]] | None = None,
 ) -> FlatLayout:
-    """Layouts of a few parameters, also zero-sized and 0-d ones; the names are in random order.
+    """Layouts of a few parameters, also zero-sized and 0-d ones; the names are in
+    random order.
 
     `parameters` draws the shape of each parameter; the default is `shapes()`.
 
@@ -71,16 +81,24 @@ def layouts(
     FlatLayout(names=('p0',), shapes=((),), world_size=1, multiple_of=1)
     """
     parameter_shapes = draw(
-        st.lists(shapes() if parameters is None else parameters, min_size=min_parameters, max_size=max_parameters)
+        st.lists(
+            shapes() if parameters is None else parameters,
+            min_size=min_parameters,
+            max_size=max_parameters,
+        )
     )
     names = draw(st.permutations([f"p{index}" for index in range(len(parameter_shapes))]))
-    world_size, multiple_of = draw(world_sizes(max_world_size)), draw(st.integers(1, max_multiple_of))
+    world_size, multiple_of = (
+        draw(world_sizes(max_world_size)),
+        draw(st.integers(1, max_multiple_of)),
+    )
     return FlatLayout(tuple(names), tuple(parameter_shapes), world_size, multiple_of)
 
 
 @st.composite
 def layout_pairs(draw: st.DrawFn, max_world_size: int = 8) -> tuple[FlatLayout, FlatLayout]:
-    """Two layouts of the same parameters: in the same or another order, on other numbers of ranks, with other padding.
+    """Two layouts of the same parameters: in the same or another order, on other
+    numbers of ranks, with other padding.
 
     >>> from hypothesis import find
     >>> old, new = find(layout_pairs(), lambda pair: pair[0].names != pair[1].names)
@@ -103,7 +121,11 @@ def meshes(draw: st.DrawFn, max_world_size: int = 16, max_axes: int = 3) -> Mesh
     Mesh(axes=(('data', 1), ('node', 2)))
     """
     num_axes = draw(st.integers(1, max_axes))
-    names = draw(st.permutations(["data", "node", *(f"axis{index}" for index in range(2, num_axes))][:num_axes]))
+    names = draw(
+        st.permutations(
+            ["data", "node", *(f"axis{index}" for index in range(2, num_axes))][:num_axes]
+        )
+    )
     axes: list[tuple[str, int]] = []
     ranks_left = max_world_size
     for name in names:
@@ -115,11 +137,15 @@ def meshes(draw: st.DrawFn, max_world_size: int = 16, max_axes: int = 3) -> Mesh
 def orders(max_length: int = 10) -> st.SearchStrategy[Order]:
     """Permutations, also the empty one."""
     lengths = st.integers(0, max_length)
-    return lengths.flatmap(lambda length: st.permutations(range(length))).map(lambda indices: Order(tuple(indices)))
+    return lengths.flatmap(lambda length: st.permutations(range(length))).map(
+        lambda indices: Order(tuple(indices))
+    )
 
 
 def bucket_problems(max_items: int = 12, max_numel: int = 20) -> st.SearchStrategy[BucketProblem]:
-    """Arguments of `plan_buckets`: the elements of each item, and a cap that some of them may exceed."""
+    """Arguments of `plan_buckets`: the elements of each item, and a cap that some of
+    them may exceed.
+    """
     numels = st.lists(st.integers(0, max_numel), max_size=max_items).map(tuple)
     return st.tuples(numels, st.integers(1, 2 * max_numel))
 
@@ -127,7 +153,9 @@ def bucket_problems(max_items: int = 12, max_numel: int = 20) -> st.SearchStrate
 def tensor_specs(
     dtypes: Sequence[str] = ("float32", "float64", "bfloat16"), specs: Sequence[Spec] = SPECS
 ) -> st.SearchStrategy[TensorSpec]:
-    """Specs of tensors of any shape, with one of `specs`, in the memory of the device or of the host."""
+    """Specs of tensors of any shape, with one of `specs`, in the memory of the device
+    or of the host.
+    """
     return st.builds(
         TensorSpec,
         shape=shapes(),
@@ -145,7 +173,9 @@ class Pair(NamedTuple):
     right: Any
 
 
-def spec_trees(dtypes: Sequence[str] = ("float32", "float64", "bfloat16")) -> st.SearchStrategy[Any]:
+def spec_trees(
+    dtypes: Sequence[str] = ("float32", "float64", "bfloat16"),
+) -> st.SearchStrategy[Any]:
     """Trees of tensors' specs, of any nesting; also empty trees and None."""
     return st.recursive(
         tensor_specs(dtypes) | st.none(),
@@ -160,17 +190,23 @@ def spec_trees(dtypes: Sequence[str] = ("float32", "float64", "bfloat16")) -> st
 
 
 class StateTree(NamedTuple):
-    """The content of a checkpoint: a tree of tensors, and a tree of their specs with the same structure."""
+    """The content of a checkpoint: a tree of tensors, and a tree of their specs with
+    the same structure.
+    """
 
     tensors: Any
     specs: Any
 
 
-def state_trees(dtypes: Sequence[str] = ("float32", "float64", "bfloat16")) -> st.SearchStrategy[StateTree]:
+def state_trees(
+    dtypes: Sequence[str] = ("float32", "float64", "bfloat16"),
+) -> st.SearchStrategy[StateTree]:
     """Trees of full tensors, all of whose elements differ, with their specs.
 
     >>> from hypothesis import find
-    >>> tree = find(state_trees(), lambda tree: isinstance(tree.specs, TensorSpec) and tree.specs.numel == 2)
+    >>> tree = find(
+    ...     state_trees(), lambda tree: isinstance(tree.specs, TensorSpec) and tree.specs.numel == 2
+    ... )
     >>> tree.tensors, tree.specs.shape
     (tensor([0., 1.]), (2,))
     """
@@ -178,7 +214,8 @@ def state_trees(dtypes: Sequence[str] = ("float32", "float64", "bfloat16")) -> s
 
 
 def distinct_tensors(specs: Any, *, first: int = 0) -> Any:
-    """A full tensor for each spec of a tree. The elements count up from `first`, so that a misplaced one shows.
+    """A full tensor for each spec of a tree. The elements count up from `first`, so
+    that a misplaced one shows.
 
     >>> distinct_tensors([TensorSpec((2,), "float32"), TensorSpec((), "int64")], first=3)
     [tensor([3., 4.]), tensor(5)]
@@ -193,7 +230,9 @@ def distinct_tensors(specs: Any, *, first: int = 0) -> Any:
     def one(spec: TensorSpec) -> Tensor:
         nonlocal count
         count += spec.numel
-        return torch.arange(count - spec.numel, count).to(torch_dtype(spec.dtype)).reshape(spec.shape)
+        return (
+            torch.arange(count - spec.numel, count).to(torch_dtype(spec.dtype)).reshape(spec.shape)
+        )
 
     return optree.tree_map(one, specs)
 
@@ -202,10 +241,14 @@ def distinct_tensors(specs: Any, *, first: int = 0) -> Any:
 def overflow_patterns(
     draw: st.DrawFn, max_steps: int = 8, max_world_size: int = 4, *, min_steps: int = 0
 ) -> tuple[tuple[bool, ...], ...]:
-    """Overflows by step and rank: `pattern[step][rank]`. One rank with an overflow makes all ranks skip the step.
+    """Overflows by step and rank: `pattern[step][rank]`. One rank with an overflow
+    makes all ranks skip the step.
 
     >>> from hypothesis import find
-    >>> pattern = find(overflow_patterns(), lambda pattern: any(any(ranks) and not all(ranks) for ranks in pattern))
+    >>> pattern = find(
+    ...     overflow_patterns(),
+    ...     lambda pattern: any(any(ranks) and not all(ranks) for ranks in pattern),
+    ... )
     >>> sum(map(sum, pattern))
     1
     """
@@ -216,25 +259,35 @@ def overflow_patterns(
 
 @st.composite
 def batches(
-    draw: st.DrawFn, features: int, max_samples: int = 8, *, multiple_of: int = 1, dtype: str = "float32"
+    draw: st.DrawFn,
+    features: int,
+    max_samples: int = 8,
+    *,
+    multiple_of: int = 1,
+    dtype: str = "float32",
 ) -> Tensor:
-    """Batches (B, F) of normal numbers; B is a multiple of `multiple_of`, so that so many ranks divide a batch equally."""
+    """Batches (B, F) of normal numbers; B is a multiple of `multiple_of`, so that so
+    many ranks divide a batch equally.
+    """
     import torch
 
     from sharding.views import torch_dtype
 
     samples = multiple_of * draw(st.integers(1, max(max_samples // multiple_of, 1)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    return torch.randn(samples, features, generator=generator, dtype=torch.float64).to(torch_dtype(dtype))
+    return torch.randn(samples, features, generator=generator, dtype=torch.float64).to(
+        torch_dtype(dtype)
+    )
 
 
 @st.composite
 def models(draw: st.DrawFn, max_blocks: int = 3, max_width: int = 6) -> ToyModel:
-    """Small modules with repeated blocks; the parameters may be tied, frozen, 0-d, zero-sized, of any length, and of two
-    dtypes.
+    """Small modules with repeated blocks; the parameters may be tied, frozen, 0-d,
+    zero-sized, of any length, and of two dtypes.
 
-    A model takes a float tensor (batch, `model.features`) and returns its loss, a mean over the batch. It pickles, and
-    `make_toy_model(model.recipe)` builds it again with the same weights, so that it reaches other processes.
+    A model takes a float tensor (batch, `model.features`) and returns its loss, a mean
+    over the batch. It pickles, and `make_toy_model(model.recipe)` builds it again with
+    the same weights, so that it reaches other processes.
 
     >>> import torch
     >>> from hypothesis import find
@@ -250,7 +303,8 @@ def models(draw: st.DrawFn, max_blocks: int = 3, max_width: int = 6) -> ToyModel
     recipe = ToyRecipe(
         features=draw(lengths),
         width=draw(lengths),
-        hidden=tuple(hidden[:1] * len(hidden) if tied == "blocks" else hidden),  # only equal blocks can be tied
+        # only equal blocks can be tied
+        hidden=tuple(hidden[:1] * len(hidden) if tied == "blocks" else hidden),
         tied=tied,
         frozen=draw(st.sampled_from(("none", "inlet", "biases"))),
         norm=draw(st.booleans()),

@@ -1,10 +1,12 @@
 """Small models with all kinds of parameters that a training step meets.
 
-A `ToyRecipe` consists of integers and words. `make_toy_model` builds its module, with the same weights every time, so that
-several processes can each build their own. The recipes cover repeated blocks of different sizes, tied and frozen
-parameters, a 0-d parameter, a zero-sized one, blocks of another dtype, and LayerNorm. The model is an autoencoder: its
-forward takes a batch and returns the mean squared error over the samples, so that the losses of equal local batches average
-to the loss of the global batch. Every parameter that is not frozen gets a gradient.
+A `ToyRecipe` consists of integers and words. `make_toy_model` builds its module, with
+the same weights every time, so that several processes can each build their own. The
+recipes cover repeated blocks of different sizes, tied and frozen parameters, a 0-d
+parameter, a zero-sized one, blocks of another dtype, and LayerNorm. The model is an
+autoencoder: its forward takes a batch and returns the mean squared error over the
+samples, so that the losses of equal local batches average to the loss of the global
+batch. Every parameter that is not frozen gets a gradient.
 
 Shape letters: B samples, F features, D width, H hidden of one block.
 """
@@ -29,7 +31,8 @@ class ToyRecipe:
         features: F, the length of a sample.
         width: D, the width between the blocks.
         hidden: H of each block; one block per number.
-        tied: "none"; "ends" shares the first weight with the last; "blocks" shares one weight between equal blocks.
+        tied: "none"; "ends" shares the first weight with the last; "blocks" shares one
+            weight between equal blocks.
         frozen: "none", "inlet" (the first layer) or "biases" (every bias of a Linear).
         norm: each block starts with a LayerNorm.
         scale: there is a 0-d parameter.
@@ -61,7 +64,9 @@ class ToyRecipe:
             ("frozen", self.frozen, ("none", "inlet", "biases")),
         ):
             if word not in words:
-                raise ValueError(f"ToyRecipe: {field} must be one of {words}, got {word!r}; pass one of these")
+                raise ValueError(
+                    f"ToyRecipe: {field} must be one of {words}, got {word!r}; pass one of these"
+                )
         if not self.dtypes:
             raise ValueError("ToyRecipe: dtypes must name at least one, got (); pass ('float32',)")
 
@@ -83,7 +88,9 @@ class ResidualBlock(nn.Module):
 
 
 class Outlet(nn.Module):
-    """A Linear whose weight is stored transposed, so that it can be tied to that of the inlet."""
+    """A Linear whose weight is stored transposed, so that it can be tied to that of the
+    inlet.
+    """
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
@@ -121,11 +128,15 @@ class ToyModel(nn.Module):
             _tie_equal(list(self.blocks))
         for name, parameter in self.named_parameters():
             is_bias = name.endswith("bias") and "norm" not in name
-            if (recipe.frozen == "inlet" and name.startswith("inlet")) or (recipe.frozen == "biases" and is_bias):
+            if (recipe.frozen == "inlet" and name.startswith("inlet")) or (
+                recipe.frozen == "biases" and is_bias
+            ):
                 parameter.requires_grad_(False)
 
     def forward(self, x_BF: Tensor) -> Tensor:
-        """Args: x_BF (B, F), float32 (or what the model was cast to). Returns: the mean squared error, 0-d."""
+        """Args: x_BF (B, F), float32 (or what the model was cast to). Returns: the mean
+        squared error, 0-d.
+        """
         h_BD = self.inlet(x_BF)
         for block in self.blocks:
             h_BD = block(h_BD)
@@ -138,7 +149,8 @@ class ToyModel(nn.Module):
 
 
 def make_toy_model(recipe: ToyRecipe) -> ToyModel:
-    """Build the model of a recipe; the same recipe gives the same weights, and the random state of torch does not change.
+    """Build the model of a recipe; the same recipe gives the same weights, and the
+    random state of torch does not change.
 
     >>> recipe = ToyRecipe(features=3, width=4, hidden=(5,), seed=1)
     >>> torch.equal(make_toy_model(recipe).inlet.weight, make_toy_model(recipe).inlet.weight)

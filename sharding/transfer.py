@@ -1,10 +1,12 @@
 """Transfers: the moves of elements between shards when the layout changes.
 
-A state on W ranks is to be moved to W' ranks, with other padding or another order of names. Parameters that follow each
-other in both orders are one run. A run is cut wherever a shard ends in either buffer, and each part is one move. The time to
-plan depends on the numbers of parameters and shards, not of elements. A plan is a value; the owners of the shards copy by it,
-in one process or in many. A rank that holds one shard needs only the moves of that shard (`moves_from`, `moves_to`), and the
-time to plan those depends on that shard only.
+A state on W ranks is to be moved to W' ranks, with other padding or another order of
+names. Parameters that follow each other in both orders are one run. A run is cut
+wherever a shard ends in either buffer, and each part is one move. The time to plan
+depends on the numbers of parameters and shards, not of elements. A plan is a value; the
+owners of the shards copy by it, in one process or in many. A rank that holds one shard
+needs only the moves of that shard (`moves_from`, `moves_to`), and the time to plan
+those depends on that shard only.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -18,11 +20,15 @@ from sharding.partition import Partition
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A move of elements [source_start, source_stop) of the old shard of `source_rank` into the new shard of `target_rank`.
+    """A move of elements [source_start, source_stop) of the old shard of `source_rank`
+    into the new shard of `target_rank`.
 
-    They start at `target_start` there. Starts and stops count elements inside the shards.
+    They start at `target_start` there. Starts and stops count elements inside the
+    shards.
 
-    >>> Move(source_rank=0, source_start=2, source_stop=5, target_rank=1, target_start=0).target_stop
+    >>> Move(
+    ...     source_rank=0, source_start=2, source_stop=5, target_rank=1, target_start=0
+    ... ).target_stop
     3
     """
 
@@ -43,16 +49,20 @@ class Move:
         return self.target_start + self.numel
 
 
-def plan_transfer(old: FlatLayout, new: FlatLayout, *, names: Collection[str] | None = None) -> tuple[Move, ...]:
+def plan_transfer(
+    old: FlatLayout, new: FlatLayout, *, names: Collection[str] | None = None
+) -> tuple[Move, ...]:
     """The moves that turn shards of `old` into shards of `new`.
 
-    World size, padding and the order of the names may differ. Every element of every parameter is moved exactly once, even
-    within its rank. Padding is never moved: new shards must start as zeros.
+    World size, padding and the order of the names may differ. Every element of every
+    parameter is moved exactly once, even within its rank. Padding is never moved: new
+    shards must start as zeros.
 
     Args:
         old: the layout of the existing shards.
         new: the layout of the new shards.
-        names: the parameters to move, which both layouts must have; None is all, and then both must have the same parameters.
+        names: the parameters to move, which both layouts must have; None is all, and
+            then both must have the same parameters.
 
     Returns:
         The moves, sorted by target rank and target start; adjoining moves are joined.
@@ -62,7 +72,8 @@ def plan_transfer(old: FlatLayout, new: FlatLayout, *, names: Collection[str] | 
 
     >>> old = FlatLayout(("w",), ((6,),), world_size=2)
     >>> new = FlatLayout(("w",), ((6,),), world_size=1)
-    >>> for move in plan_transfer(old, new): print(move)
+    >>> for move in plan_transfer(old, new):
+    ...     print(move)
     Move(source_rank=0, source_start=0, source_stop=3, target_rank=0, target_start=0)
     Move(source_rank=1, source_start=0, source_stop=3, target_rank=0, target_start=3)
     """
@@ -77,10 +88,12 @@ def plan_transfer(old: FlatLayout, new: FlatLayout, *, names: Collection[str] | 
 
 
 def moves_from(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[Move]:
-    """The moves of `plan_transfer` out of the old shard of `rank`, for parameters that both layouts have, in the same order.
+    """The moves of `plan_transfer` out of the old shard of `rank`, for parameters that
+    both layouts have, in the same order.
 
     >>> old, new = (FlatLayout(("v", "w"), ((2,), (6,)), world_size=w) for w in (2, 4))
-    >>> for move in moves_from(old, new, 1): print(move)
+    >>> for move in moves_from(old, new, 1):
+    ...     print(move)
     Move(source_rank=1, source_start=0, source_stop=2, target_rank=2, target_start=0)
     Move(source_rank=1, source_start=2, source_stop=4, target_rank=3, target_start=0)
     """
@@ -89,13 +102,18 @@ def moves_from(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[Move]:
     return _moves(sorted(parts, key=_by_target), old, new)
 
 
-def moves_to(old: FlatLayout, new: FlatLayout, ranks: range, *, without: range = range(0)) -> Iterator[Move]:
-    """The moves of `plan_transfer` into the new shards of consecutive `ranks`, in the same order.
+def moves_to(
+    old: FlatLayout, new: FlatLayout, ranks: range, *, without: range = range(0)
+) -> Iterator[Move]:
+    """The moves of `plan_transfer` into the new shards of consecutive `ranks`, in the
+    same order.
 
-    Only parameters that both layouts have are moved. Moves out of the old shards of the consecutive ranks `without` are left out.
+    Only parameters that both layouts have are moved. Moves out of the old shards of the
+    consecutive ranks `without` are left out.
 
     >>> old, new = (FlatLayout(("v", "w"), ((2,), (6,)), world_size=w) for w in (2, 4))
-    >>> for move in moves_to(old, new, range(1, 3)): print(move)
+    >>> for move in moves_to(old, new, range(1, 3)):
+    ...     print(move)
     Move(source_rank=0, source_start=2, source_stop=4, target_rank=1, target_start=0)
     Move(source_rank=1, source_start=0, source_stop=2, target_rank=2, target_start=0)
     >>> [move.source_rank for move in moves_to(old, new, range(1, 3), without=range(1))]
@@ -104,15 +122,22 @@ def moves_to(old: FlatLayout, new: FlatLayout, ranks: range, *, without: range =
     runs: Iterable[_Run] = _runs_to(old, new, ranks)
     if without:
         start, stop = _bounds(old, without)
-        runs = (part for run in runs for part in (*_clipped(run, 0, start), *_clipped(run, stop, old.numel)))
+        runs = (
+            part
+            for run in runs
+            for part in (*_clipped(run, 0, start), *_clipped(run, stop, old.numel))
+        )
     return _moves(runs, old, new)
 
 
-def moves_between(old: FlatLayout, new: FlatLayout, sources: range, targets: range) -> Iterator[Move]:
-    """The moves from old shards of consecutive ranks to new shards of consecutive ranks, if each range is held as one tensor.
+def moves_between(
+    old: FlatLayout, new: FlatLayout, sources: range, targets: range
+) -> Iterator[Move]:
+    """The moves from old shards of consecutive ranks to new shards of consecutive
+    ranks, if each range is held as one tensor.
 
-    Moves are not cut at shard ends inside these tensors. Starts and stops count from the start of the tensor, and a move names
-    the first rank of each.
+    Moves are not cut at shard ends inside these tensors. Starts and stops count from
+    the start of the tensor, and a move names the first rank of each.
 
     >>> old, new = (FlatLayout(("v", "w"), ((2,), (6,)), world_size=w) for w in (2, 4))
     >>> print(*moves_between(old, new, range(2), range(1, 4)))
@@ -122,7 +147,9 @@ def moves_between(old: FlatLayout, new: FlatLayout, sources: range, targets: ran
     first, _ = _bounds(new, targets)
     parts = (part for run in _runs_to(old, new, targets) for part in _clipped(run, start, stop))
     for source, target, numel in _runs(parts):
-        yield Move(sources.start, source - start, source - start + numel, targets.start, target - first)
+        yield Move(
+            sources.start, source - start, source - start + numel, targets.start, target - first
+        )
 
 
 def merged(moves: Iterable[Move]) -> Iterator[Move]:
@@ -144,7 +171,8 @@ def merged(moves: Iterable[Move]) -> Iterator[Move]:
 
 
 def in_one_order(old: FlatLayout, new: FlatLayout) -> bool:
-    """Whether both layouts have the same parameters in the same order. Then all elements are one run, whatever their names.
+    """Whether both layouts have the same parameters in the same order. Then all
+    elements are one run, whatever their names.
 
     >>> old, new = (FlatLayout(("v", "w"), ((2,), (6,)), world_size=w) for w in (2, 4))
     >>> in_one_order(old, new)
@@ -159,7 +187,9 @@ def _adjoin(first: Move, second: Move) -> bool:
 
 
 class _Run(NamedTuple):
-    """`numel` elements that are contiguous in both buffers, from `source` of the old and `target` of the new one on."""
+    """`numel` elements that are contiguous in both buffers, from `source` of the old
+    and `target` of the new one on.
+    """
 
     source: int
     target: int
@@ -176,25 +206,40 @@ def _bounds(layout: FlatLayout, ranks: range) -> tuple[int, int]:
 
 
 def _runs_to(old: FlatLayout, new: FlatLayout, ranks: range) -> list[_Run]:
-    """The fragments, of parameters of both layouts, in the new shards of consecutive ranks, sorted by target."""
+    """The fragments, of parameters of both layouts, in the new shards of consecutive
+    ranks, sorted by target.
+    """
     if in_one_order(old, new):
         start, stop = _bounds(new, ranks)
-        return [_Run(start, start, min(stop, new.numel) - start)] if start < min(stop, new.numel) else []
+        return (
+            [_Run(start, start, min(stop, new.numel) - start)]
+            if start < min(stop, new.numel)
+            else []
+        )
     found = _shared(new, old, *_bounds(new, ranks)) if ranks else ()
-    return sorted((_Run(old.bounds(n)[0] + first, start, numel) for n, first, start, numel in found), key=_by_target)
+    return sorted(
+        (_Run(old.bounds(n)[0] + first, start, numel) for n, first, start, numel in found),
+        key=_by_target,
+    )
 
 
 def _clipped(run: _Run, start: int, stop: int) -> Iterator[_Run]:
-    """The part of a run that comes from elements [start, stop) of the old buffer, if any."""
+    """The part of a run that comes from elements [start, stop) of the old buffer, if
+    any.
+    """
     first, last = max(run.source, start), min(run.source + run.numel, stop)
     if first < last:
         yield _Run(first, run.target + first - run.source, last - first)
 
 
-def _shared(layout: FlatLayout, other: FlatLayout, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-    """The fragments, of parameters of both layouts, in elements [start, stop) of the buffer of `layout`.
+def _shared(
+    layout: FlatLayout, other: FlatLayout, start: int, stop: int
+) -> Iterator[tuple[str, int, int, int]]:
+    """The fragments, of parameters of both layouts, in elements [start, stop) of the
+    buffer of `layout`.
 
-    Yields: the name, the first element of the fragment in its parameter, its offset in the buffer, and its elements.
+    Yields: the name, the first element of the fragment in its parameter, its offset in
+    the buffer, and its elements.
     """
     if len(other.names) < layout.num_within(start, stop):
         for name in other.names:
@@ -248,7 +293,8 @@ def _check_same_parameters(old: FlatLayout, new: FlatLayout, names: Iterable[str
         if name not in old_shapes or name not in new_shapes:
             where, missing = ("old", "new") if name in old_shapes else ("new", "old")
             raise ValueError(
-                f"plan_transfer: parameter {name!r} is in the {where} layout but not in the {missing} one; "
+                f"plan_transfer: parameter {name!r} is in the {where} layout but not in the "
+                f"{missing} one; "
                 "build both from the same model"
             )
         if old_shapes[name] != new_shapes[name]:

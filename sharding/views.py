@@ -1,8 +1,9 @@
 """Tensors cut and joined by a layout.
 
-`flatten` copies a tree of parameters into one flat buffer. After that everything is a view: `take_shard` gives the shard of
-a rank, `unflatten` the parameters of the model. One `torch.split` makes all of the leaves, so that its backward is one
-concatenation. No function here depends on processes.
+`flatten` copies a tree of parameters into one flat buffer. After that everything is a
+view: `take_shard` gives the shard of a rank, `unflatten` the parameters of the model.
+One `torch.split` makes all of the leaves, so that its backward is one concatenation. No
+function here depends on processes.
 
 Shape letters: N elements, P padded = W * S, S shard, W ranks.
 """
@@ -36,7 +37,9 @@ def torch_dtype(name: str) -> torch.dtype:
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch_dtype: {name!r} is not the name of a torch dtype; pass one such as 'float32'")
+        raise ValueError(
+            f"torch_dtype: {name!r} is not the name of a torch dtype; pass one such as 'float32'"
+        )
     return dtype
 
 
@@ -61,30 +64,37 @@ def pad(x_N: Tensor, partition: Partition) -> Tensor:
 
 
 def flatten(tensors: Mapping[str, Tensor], layout: FlatLayout) -> Tensor:
-    """Copy the tensors into one new flat buffer, in the order of the layout, with zeros in the padding.
+    """Copy the tensors into one new flat buffer, in the order of the layout, with zeros
+    in the padding.
 
     Args:
-        tensors: exactly the parameters of the layout, in any order, of one dtype and on one device.
+        tensors: exactly the parameters of the layout, in any order, of one dtype and on
+            one device.
         layout: the positions of the parameters.
 
     Returns:
         (P,), of that dtype and on that device.
 
     Raises:
-        ValueError: a tensor is missing or unknown, or has another shape, dtype or device; or the layout has no parameters.
+        ValueError: a tensor is missing or unknown, or has another shape, dtype or
+            device; or the layout has no parameters.
 
     >>> layout = FlatLayout(("w", "b"), ((2, 2), ()), world_size=2)
     >>> flatten({"b": torch.tensor(5), "w": torch.tensor([[1, 2], [3, 4]])}, layout)
     tensor([1, 2, 3, 4, 5, 0])
     """
     if not layout.names:
-        raise ValueError("flatten: the layout holds no parameters, so that its buffer has no dtype; skip empty layouts")
+        raise ValueError(
+            "flatten: the layout holds no parameters, so that its buffer has no dtype; skip empty "
+            "layouts"
+        )
     layout.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     first = tensors[layout.names[0]]
     for name in layout.names:
         if tensors[name].dtype != first.dtype or tensors[name].device != first.device:
             raise ValueError(
-                f"flatten: parameter {name!r} is {_kind(tensors[name])} but {layout.names[0]!r} is {_kind(first)}; "
+                f"flatten: parameter {name!r} is {_kind(tensors[name])} but {layout.names[0]!r} is "
+                f"{_kind(first)}; "
                 "a flat buffer has one dtype and one device, so make a layout for each"
             )
     leaves = [tensors[name].reshape(-1) for name in layout.names]
@@ -165,6 +175,7 @@ def _kind(tensor: Tensor) -> str:
 def _wrong_length(owner: str, flat: Tensor, *allowed: int) -> ValueError:
     lengths = " or ".join(str(length) for length in dict.fromkeys(allowed))
     return ValueError(
-        f"{owner}: the buffer must have one dim of {lengths} elements, got shape {tuple(flat.shape)}; "
+        f"{owner}: the buffer must have one dim of {lengths} elements, got shape "
+        f"{tuple(flat.shape)}; "
         "pass the buffer that this layout or partition was made for"
     )

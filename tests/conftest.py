@@ -1,8 +1,9 @@
 """What every test may use: a pool of real ranks, and one thread for this process.
 
-Tests that try a law on many examples are marked `property`, which hypothesis' own get here; the last line says how long
-they took. Of a test that is marked `covering(t)`, `make test` takes so many cases that every combination of `t` parameters'
-values is among them; the others are `long`, of `make test-all`.
+Tests that try a law on many examples are marked `property`, which hypothesis' own get
+here; the last line says how long they took. Of a test that is marked `covering(t)`,
+`make test` takes so many cases that every combination of `t` parameters' values is
+among them; the others are `long`, of `make test-all`.
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ POOLS: list[RankPool] = []
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Copies this process for the ranks. Collections of garbage no longer walk through what is loaded by now."""
+    """Copies this process for the ranks. Collections of garbage no longer walk through
+    what is loaded by now.
+    """
     gc.collect()
     gc.freeze()
     if (
@@ -133,7 +136,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def cover(cases: Sequence[dict[str, object]], strength: int) -> list[bool]:
-    """Which of the cases are taken, one after the other, so that every combination of `strength` values is among them.
+    """Which of the cases are taken, one after the other, so that every combination of
+    `strength` values is among them.
 
     >>> square = [{"a": a, "b": b} for a in range(3) for b in range(3)]
     >>> [(case["a"], case["b"]) for case, takes_part in zip(square, cover(square, 1)) if takes_part]
@@ -152,13 +156,19 @@ def cover(cases: Sequence[dict[str, object]], strength: int) -> list[bool]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
+    reports = [
+        report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())
+    ]
     times = [report.duration for report in reports if "property" in report.keywords]
-    terminalreporter.write_line(f"{len(times)} property tests took {sum(times):.0f} s of work and waiting")
+    terminalreporter.write_line(
+        f"{len(times)} property tests took {sum(times):.0f} s of work and waiting"
+    )
     for room, took in sorted(_of_long_tests(terminalreporter).items()):
         budget = BUDGETS[room]
         over = ": over" if took > budget else ""
-        terminalreporter.write_line(f"long tests of {room} took {took:.0f} s of their budget of {budget} s{over}")
+        terminalreporter.write_line(
+            f"long tests of {room} took {took:.0f} s of their budget of {budget} s{over}"
+        )
 
 
 def _of_long_tests(terminalreporter: pytest.TerminalReporter) -> dict[str, float]:
@@ -184,7 +194,9 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def autograds_threads() -> None:
-    """An engine on a card switches them off for the thread of its script: here, of all tests."""
+    """An engine on a card switches them off for the thread of its script: here, of all
+    tests.
+    """
     torch.autograd.set_multithreading_enabled(True)
 
 

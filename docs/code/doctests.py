@@ -11,7 +11,9 @@ DOCTEST = re.compile(r"(?:^[ \t]*>>>.*\n?)(?:^[ \t]*\S.*\n?)*", re.MULTILINE)
 
 
 def fenced(text: str) -> str:
-    """Each run of lines from `>>>` to a blank line, as a code block of its own indentation."""
+    """Each run of lines from `>>>` to a blank line, as a code block of its own
+    indentation.
+    """
 
     def block(match: re.Match[str]) -> str:
         indent = re.match(r"[ \t]*", match[0])[0]  # type: ignore[index]

@@ -1,4 +1,6 @@
-"""The list of all errors, made from the source: `raise Name(f"owner: rule, got value; fix")` is a row of it."""
+"""The list of all errors, made from the source:
+`raise Name(f"owner: rule, got value; fix")` is a row of it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,34 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 
 ROOMS = {
-    "config": "Configuration", "plans": "Plans", "step.py": "The step", "runtime": "The step", "comms": "Ranks and collectives",
-    "graph": "Compiled steps", "checkpoint": "Checkpoints", "storage": "State in other memory", "resharding": "Changing a job",
-    "optim": "Optimizers", "simulation.py": "Simulation", "testing": "Test kit", "estimation": "Planning", "cli": "Command line",
-    "profiling": "Profiling", "launch": "Launching", "tuning": "Tuning", "deepspeed": "DeepSpeed's names",
-    "deepspeed/engine": "The engine", "deepspeed/formats": "Checkpoints", "deepspeed/integrations": "Trainer",
-    "generation": "Generation", "attention": "Sparse attention", "compression": "Compression",
-}  # fmt: skip
-"""The heading of a room's errors, or of a folder's in a room; rooms without one are under "Other"."""
+    "config": "Configuration",
+    "plans": "Plans",
+    "step.py": "The step",
+    "runtime": "The step",
+    "comms": "Ranks and collectives",
+    "graph": "Compiled steps",
+    "checkpoint": "Checkpoints",
+    "storage": "State in other memory",
+    "resharding": "Changing a job",
+    "optim": "Optimizers",
+    "simulation.py": "Simulation",
+    "testing": "Test kit",
+    "estimation": "Planning",
+    "cli": "Command line",
+    "profiling": "Profiling",
+    "launch": "Launching",
+    "tuning": "Tuning",
+    "deepspeed": "DeepSpeed's names",
+    "deepspeed/engine": "The engine",
+    "deepspeed/formats": "Checkpoints",
+    "deepspeed/integrations": "Trainer",
+    "generation": "Generation",
+    "attention": "Sparse attention",
+    "compression": "Compression",
+}
+"""The heading of a room's errors, or of a folder's in a room; rooms without one are
+under "Other".
+"""
 
 
 class Message(NamedTuple):
@@ -29,7 +51,9 @@ class Message(NamedTuple):
 
 
 def messages() -> Iterator[Message]:
-    """Every message that the source raises or returns as an error, with `‹…›` for what is filled in."""
+    """Every message that the source raises or returns as an error, with `‹…›` for what
+    is filled in.
+    """
     for package in ("fzero", "sharding"):
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).parts
@@ -40,10 +64,18 @@ def messages() -> Iterator[Message]:
             )
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                    kind, text = ast.unparse(node.exc.func), text_of(node.exc.args[0]) if node.exc.args else ""
-                    if re.fullmatch(r"(\w+\.)*\w*(Error|Exception|Exit)", kind) and len(text.split()) > 3:
+                    kind, text = (
+                        ast.unparse(node.exc.func),
+                        text_of(node.exc.args[0]) if node.exc.args else "",
+                    )
+                    if (
+                        re.fullmatch(r"(\w+\.)*\w*(Error|Exception|Exit)", kind)
+                        and len(text.split()) > 3
+                    ):
                         rule, _, fix = text.rpartition("; ")
-                        yield Message(heading, kind.rpartition(".")[2], rule or text, fix if rule else "")
+                        yield Message(
+                            heading, kind.rpartition(".")[2], rule or text, fix if rule else ""
+                        )
 
 
 def text_of(node: ast.expr) -> str:
@@ -52,7 +84,8 @@ def text_of(node: ast.expr) -> str:
         return node.value
     if isinstance(node, ast.JoinedStr):
         return "".join(
-            str(part.value) if isinstance(part, ast.Constant) else f"‹{name_of(part)}›" for part in node.values
+            str(part.value) if isinstance(part, ast.Constant) else f"‹{name_of(part)}›"
+            for part in node.values
         )
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return text_of(node.left) + text_of(node.right)
@@ -71,10 +104,15 @@ def name_of(part: ast.expr) -> str:
 
 
 def page(introduction: str) -> str:
-    """The page: the introduction, and the messages by room, in the order of their first words."""
+    """The page: the introduction, and the messages by room, in the order of their first
+    words.
+    """
     lines, found = (
         [introduction.rstrip(), ""],
-        sorted({*messages()}, key=lambda m: (m.heading, owner_of(m).lower(), owner_of(m), m.rule, m.kind)),
+        sorted(
+            {*messages()},
+            key=lambda m: (m.heading, owner_of(m).lower(), owner_of(m), m.rule, m.kind),
+        ),
     )
     for heading in sorted({message.heading for message in found}):
         lines += ["", f"## {heading}"]
@@ -89,9 +127,13 @@ def page(introduction: str) -> str:
 
 
 def owner_of(message: Message) -> str:
-    """The call or the key that the message begins with; "other" where what is filled in begins it."""
+    """The call or the key that the message begins with; "other" where what is filled in
+    begins it.
+    """
     owner = message.rule.partition(":")[0]
-    return owner if ":" in message.rule and len(owner.split()) <= 2 and "‹" not in owner else "other"
+    return (
+        owner if ":" in message.rule and len(owner.split()) <= 2 and "‹" not in owner else "other"
+    )
 
 
 def cell(text: str) -> str:

@@ -1,8 +1,10 @@
-"""What mkdocs does beside rendering pages: a page for every public name, and one for every source file that a page links to.
+"""What mkdocs does beside rendering pages: a page for every public name, and one for
+every source file that a page links to.
 
-Pages link to files of the repository as they would be read there (`../examples/gpt.py`). The site has no such files, so each
-of them becomes a page of the site, with its text as a code block. Public names are read from the syntax tree of the
-packages: no module of fzero is imported, and PyTorch need not be installed.
+Pages link to files of the repository as they would be read there
+(`../examples/gpt.py`). The site has no such files, so each of them becomes a page of
+the site, with its text as a code block. Public names are read from the syntax tree of
+the packages: no module of fzero is imported, and PyTorch need not be installed.
 """
 
 from __future__ import annotations
@@ -24,11 +26,29 @@ import errors
 ROOT = Path(__file__).parents[2]
 
 FIRST = (
-    "fzero", "fzero.checkpoint", "fzero.optim", "fzero.comms", "fzero.estimation", "fzero.profiling", "fzero.resharding",
-    "fzero.generation", "fzero.testing", "fzero.compression", "fzero.attention", "fzero.integrations.transformers",
-    "fzero.config", "fzero.plans", "fzero.storage", "fzero.runtime", "fzero.graph", "sharding", "sharding.testing",
-)  # fmt: skip
-"""The packages whose public names have pages, in the order of the menu; new rooms with public names come after them."""
+    "fzero",
+    "fzero.checkpoint",
+    "fzero.optim",
+    "fzero.comms",
+    "fzero.estimation",
+    "fzero.profiling",
+    "fzero.resharding",
+    "fzero.generation",
+    "fzero.testing",
+    "fzero.compression",
+    "fzero.attention",
+    "fzero.integrations.transformers",
+    "fzero.config",
+    "fzero.plans",
+    "fzero.storage",
+    "fzero.runtime",
+    "fzero.graph",
+    "sharding",
+    "sharding.testing",
+)
+"""The packages whose public names have pages, in the order of the menu; new rooms with
+public names come after them.
+"""
 
 INTERNAL = {"fzero.common"}
 """Rooms whose public names are for other rooms only."""
@@ -38,7 +58,11 @@ LINK = re.compile(r"(?<!!)\]\(((?:\.\./)+[^)#\s]+)((?:#[^)\s]*)?)\)")
 
 def packages() -> list[str]:
     """`FIRST`, and every other room that calls `door`."""
-    rooms = [path.parent for path in sorted(ROOT.glob("fzero/*/__init__.py")) if " = door(" in path.read_text()]
+    rooms = [
+        path.parent
+        for path in sorted(ROOT.glob("fzero/*/__init__.py"))
+        if " = door(" in path.read_text()
+    ]
     names = [".".join(room.relative_to(ROOT).parts) for room in rooms]
     return [*FIRST, *(name for name in names if name not in FIRST and name not in INTERNAL)]
 
@@ -47,7 +71,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The menu's part "API" has an entry for each package."""
     entries: list[Any] = [{"Public names": "api/index.md"}]
     for package in packages():
-        pages = [f"api/{package}/index.md", *(f"api/{package}/{name}.md" for name in own_names(package))]
+        pages = [
+            f"api/{package}/index.md",
+            *(f"api/{package}/{name}.md" for name in own_names(package)),
+        ]
         entries.append({package: pages})
     config.nav = [*(config.nav or []), {"API": entries}]
     return config
@@ -67,7 +94,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Links to the repository's files become links to their pages; the page of errors gets its lists."""
+    """Links to the repository's files become links to their pages; the page of errors
+    gets its lists.
+    """
     if page.file.src_uri == "reference/errors.md":
         markdown = errors.page(markdown)
     folder = posixpath.dirname(page.file.src_uri)
@@ -81,7 +110,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return f"]({posixpath.relpath(source_page(path[3:]), folder or '.')})"
 
     markdown = re.sub(
-        r"\[([^\]]+)(\]\((?:\.\./)+[^)]*\))", lambda m: unlinked(m[1], LINK.sub(replaced, m[2])), markdown
+        r"\[([^\]]+)(\]\((?:\.\./)+[^)]*\))",
+        lambda m: unlinked(m[1], LINK.sub(replaced, m[2])),
+        markdown,
     )
     return markdown
 
@@ -97,13 +128,18 @@ def source_page(path: str) -> str:
 def source_text(path: str) -> str:
     language = {".py": "python", ".json": "json", ".md": "markdown"}.get(Path(path).suffix, "text")
     text = (ROOT / path).read_text()
-    return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n``````{language}\n{text.rstrip()}\n``````\n"
+    return (
+        f"---\nsearch:\n  exclude: true\n---\n\n# "
+        f"{path}\n\n``````{language}\n{text.rstrip()}\n``````\n"
+    )
 
 
 def public_names(package: str) -> dict[str, str]:
-    """Each public name of a package, and the dotted path of its definition: `{"save": "fzero.checkpoint.saving.save"}`.
+    """Each public name of a package, and the dotted path of its definition:
+    `{"save": "fzero.checkpoint.saving.save"}`.
 
-    They are those of `__all__`, or of the call of `door` that makes it; without either, the functions and classes of a module.
+    They are those of `__all__`, or of the call of `door` that makes it; without either,
+    the functions and classes of a module.
     """
     tree = ast.parse(source_of(package))
     imported = {
@@ -125,7 +161,10 @@ def public_names(package: str) -> dict[str, str]:
             for node in tree.body
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
         }
-    return {name: resolved(imported.get(name, f"{package}.{name}")) for name in sorted(names, key=str.lower)}
+    return {
+        name: resolved(imported.get(name, f"{package}.{name}"))
+        for name in sorted(names, key=str.lower)
+    }
 
 
 def source_of(module: str) -> str:
@@ -137,7 +176,11 @@ def resolved(path: str) -> str:
     """The dotted path of the definition, where a module only imports the name."""
     module, _, name = path.rpartition(".")
     for node in ast.parse(source_of(module)).body:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("fzero", "sharding"):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] in ("fzero", "sharding")
+        ):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
                     return resolved(f"{node.module}.{alias.name}")
@@ -145,8 +188,14 @@ def resolved(path: str) -> str:
 
 
 def own_names(package: str) -> dict[str, str]:
-    """The names whose page is this package's: of a definition that several packages offer, the first has the page."""
-    before = {path for earlier in packages()[: packages().index(package)] for path in public_names(earlier).values()}
+    """The names whose page is this package's: of a definition that several packages
+    offer, the first has the page.
+    """
+    before = {
+        path
+        for earlier in packages()[: packages().index(package)]
+        for path in public_names(earlier).values()
+    }
     return {name: path for name, path in public_names(package).items() if path not in before}
 
 
@@ -164,13 +213,18 @@ def api_pages() -> dict[str, str]:
     ]
     for package in packages():
         names = public_names(package)
-        about = (ast.get_docstring(ast.parse(source_of(package))) or "").split("\n\n")[0].replace("\n", " ")
+        about = (
+            (ast.get_docstring(ast.parse(source_of(package))) or "")
+            .split("\n\n")[0]
+            .replace("\n", " ")
+        )
         overview.append(f"| [{package}]({package}/index.md) | {about} | {len(names)} |")
         for name, path in names.items():
             if path not in homes:
                 homes[path] = f"{package}/{name}.md"
                 pages[f"api/{homes[path]}"] = (
-                    f"---\ntitle: {name}\n---\n\n::: {path}\n    options:\n      heading: {package}.{name}\n"
+                    f"---\ntitle: {name}\n---\n\n::: {path}\n    options:\n      heading: "
+                    f"{package}.{name}\n"
                 )
         rows = [f"- [`{name}`](../{homes[path]}): {summary(path)}" for name, path in names.items()]
         pages[f"api/{package}/index.md"] = "\n".join([f"# {package}", "", about, "", *rows, ""])
@@ -186,7 +240,11 @@ def summary(path: str) -> str:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
         targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
         )
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)

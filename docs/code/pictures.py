@@ -1,6 +1,8 @@
-"""Draws the pictures of docs/concepts from values of fzero: `python docs/code/pictures.py [NAME …]`.
+"""Draws the pictures of docs/concepts from values of fzero:
+`python docs/code/pictures.py [NAME …]`.
 
-No number is typed in: specs, plans, schedules, the verbs on stacked ranks and simulated steps give all of them.
+No number is typed in: specs, plans, schedules, the verbs on stacked ranks and simulated
+steps give all of them.
 """
 
 from __future__ import annotations
@@ -30,9 +32,15 @@ from sharding import Mesh, Partial, Sharded, TensorSpec  # noqa: E402
 
 OUT = Path(__file__).parents[1] / "concepts"
 RANKS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
-QUANTITIES = {"parameters": "#4c72b0", "gradients": "#dd8452", "master": "#8172b3", "optimizer": "#55a868"}
+QUANTITIES = {
+    "parameters": "#4c72b0",
+    "gradients": "#dd8452",
+    "master": "#8172b3",
+    "optimizer": "#55a868",
+}
 GB = 1e9
-LARGE = Size(context=1024, width=1600, depth=48, num_heads=25, num_trigrams=16384)  # 1.5B parameters, as GPT-2 XL
+# 1.5B parameters, as GPT-2 XL
+LARGE = Size(context=1024, width=1600, depth=48, num_heads=25, num_trigrams=16384)
 BF16 = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
 
 
@@ -51,20 +59,33 @@ def bare(axes: Axes) -> Axes:
     return axes
 
 
-def stack(axes: Axes, columns: dict[str, dict[str, float]], *, unit: str, colors: dict[str, str] = QUANTITIES) -> None:
+def stack(
+    axes: Axes,
+    columns: dict[str, dict[str, float]],
+    *,
+    unit: str,
+    colors: dict[str, str] = QUANTITIES,
+) -> None:
     """A bar for each column, made of its parts, with the sum above."""
     names, most = list(columns), max(sum(parts.values()) for parts in columns.values())
     below = [0.0] * len(names)
     for part, color in colors.items():
         heights = [columns[name].get(part, 0.0) for name in names]
-        axes.bar(names, heights, bottom=below, color=color, label=part if any(heights) else None, width=0.7)
+        axes.bar(
+            names,
+            heights,
+            bottom=below,
+            color=color,
+            label=part if any(heights) else None,
+            width=0.7,
+        )
         below = [b + h for b, h in zip(below, heights, strict=True)]
     for place, height in enumerate(below):
         axes.text(place, height + most * 0.015, f"{height:.3g}", ha="center", fontsize=8)
     bare(axes).set_ylabel(unit)
 
 
-# --- state ---------------------------------------------------------------------------------------------------------
+# --- state ----------------------------------------------------------------------------------------
 
 
 def draw_state() -> Figure:
@@ -88,9 +109,15 @@ def draw_state() -> Figure:
                         bottom = place + 0.1 + 0.2 * rank
                         summand = isinstance(spec.spec, Partial)
                         axes.barh(
-                            bottom, stop - start, left=left + start, height=0.18, align="edge", color=RANKS[rank],
-                            alpha=0.35 if summand else 1, linewidth=0,
-                        )  # fmt: skip
+                            bottom,
+                            stop - start,
+                            left=left + start,
+                            height=0.18,
+                            align="edge",
+                            color=RANKS[rank],
+                            alpha=0.35 if summand else 1,
+                            linewidth=0,
+                        )
                 left += spec.numel
                 axes.axvline(left, color="white", linewidth=1)
         axes.set_yticks([place + 0.5 for place in range(len(rows))], list(rows))
@@ -99,7 +126,10 @@ def draw_state() -> Figure:
         bare(axes)
     for axes in panels[1]:
         axes.set_xlabel("elements of all flat buffers, unit after unit")
-    marks = [panels[0, 0].barh(-1, 0, color=color, label=f"rank {rank}") for rank, color in enumerate(RANKS)]
+    marks = [
+        panels[0, 0].barh(-1, 0, color=color, label=f"rank {rank}")
+        for rank, color in enumerate(RANKS)
+    ]
     marks.append(panels[0, 0].barh(-1, 0, color="0.5", alpha=0.35, label="a summand (Partial)"))
     figure.legend(handles=marks, loc="outside lower center", ncols=5, frameon=False)
     return figure
@@ -113,7 +143,7 @@ def held(spec: TensorSpec, rank: int, mesh: Mesh) -> Iterator[tuple[int, int]]:
         yield 0, spec.numel
 
 
-# --- stages --------------------------------------------------------------------------------------------------------
+# --- stages ---------------------------------------------------------------------------------------
 
 
 def draw_stages() -> Figure:
@@ -132,7 +162,7 @@ def draw_stages() -> Figure:
     return figure
 
 
-# --- verbs ---------------------------------------------------------------------------------------------------------
+# --- verbs ----------------------------------------------------------------------------------------
 
 
 def draw_verbs() -> Figure:
@@ -147,18 +177,26 @@ def draw_verbs() -> Figure:
     grads_W = torch.arange(32.0).view(4, 8) % 7
     means_W = ranks.each(lambda x: fzero.reduce_scatter_grads(x, sharded, axis))(grads_W)
     panels = [
-        ("the full tensor", full_W, ""), ("its shards", shards_W, "shard"), ("the full tensor", again_W, "gather"),
-        ("each rank's gradients", grads_W, ""), ("shards of their mean", means_W, "reduce_scatter\n_grads"),
-    ]  # fmt: skip
+        ("the full tensor", full_W, ""),
+        ("its shards", shards_W, "shard"),
+        ("the full tensor", again_W, "gather"),
+        ("each rank's gradients", grads_W, ""),
+        ("shards of their mean", means_W, "reduce_scatter\n_grads"),
+    ]
     figure = Figure(figsize=(11, 3), layout="constrained")
     all_axes = figure.subplots(1, 5, width_ratios=[8, 4, 8, 8, 4])
     for axes, (title, numbers, verb) in zip(all_axes, panels, strict=True):
         for rank, row in enumerate(numbers.tolist()):
             for place, number in enumerate(row):
                 axes.add_patch(_cell(place, rank))
-                axes.text(place + 0.5, rank + 0.5, f"{number:g}", ha="center", va="center", fontsize=7)
+                axes.text(
+                    place + 0.5, rank + 0.5, f"{number:g}", ha="center", va="center", fontsize=7
+                )
         axes.set(xlim=(-0.1, numbers.shape[1] + 0.1), ylim=(4.1, -0.1), xticks=[])
-        axes.set_yticks([0.5, 1.5, 2.5, 3.5], [f"rank {rank}" for rank in range(4)] if axes is all_axes[0] else [])
+        axes.set_yticks(
+            [0.5, 1.5, 2.5, 3.5],
+            [f"rank {rank}" for rank in range(4)] if axes is all_axes[0] else [],
+        )
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_title("\n".join([f"{verb} →" if verb else "", title]), fontsize=8, loc="left")
@@ -168,22 +206,32 @@ def draw_verbs() -> Figure:
 def _cell(place: int, rank: int) -> object:
     from matplotlib.patches import Rectangle
 
-    return Rectangle((place, rank + 0.08), 1, 0.84, facecolor=RANKS[rank], alpha=0.35, edgecolor="white")
+    return Rectangle(
+        (place, rank + 0.08), 1, 0.84, facecolor=RANKS[rank], alpha=0.35, edgecolor="white"
+    )
 
 
-# --- step ----------------------------------------------------------------------------------------------------------
+# --- step -----------------------------------------------------------------------------------------
 
 
 def draw_units() -> Figure:
-    """When each unit of a model is gathered, used, reduced and released, as the unit scheduler orders it."""
-    plan = fzero.plan(on_meta(SIZES["medium"]), {"optimizer": {"type": "AdamW"}} | zero(3), world_size=4)
+    """When each unit of a model is gathered, used, reduced and released, as the unit
+    scheduler orders it.
+    """
+    plan = fzero.plan(
+        on_meta(SIZES["medium"]), {"optimizer": {"type": "AdamW"}} | zero(3), world_size=4
+    )
     record = second_step(plan.unit_rules)
     names = list(plan.unit_rules.units)
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = bare(figure.subplots())
     started: dict[tuple[str, str], int] = {}
     for time, event in enumerate(record):
-        row = names.index(event.unit.partition("/")[0]) if event.unit.partition("/")[0] in names else 0
+        row = (
+            names.index(event.unit.partition("/")[0])
+            if event.unit.partition("/")[0] in names
+            else 0
+        )
         if event.kind == "boundary":
             axes.axvline(time, color="0.3", linewidth=1)
             axes.text(time, -0.9, " backward", fontsize=8)
@@ -196,13 +244,21 @@ def draw_units() -> Figure:
             begun = started.pop(("wait_gather", event.unit))
             axes.barh(row, time - begun, left=begun, color="#4c72b0")
         if event.kind == "end_reduce":
-            (kind, unit), begun = next(((key, at) for key, at in started.items() if key[0] == "reduce"))
+            (kind, unit), begun = next(
+                ((key, at) for key, at in started.items() if key[0] == "reduce")
+            )
             axes.barh(names.index(unit), time - begun, left=begun, color="#dd8452", height=0.4)
             del started[kind, unit]
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="events of one rank, in order", ylim=(len(names) - 0.4, -1.2))
-    marks = [axes.barh(-5, 0, color=c, alpha=a, label=text) for c, a, text in [
-        ("#4c72b0", 0.35, "gather under way"), ("#4c72b0", 1, "in use"), ("#dd8452", 1, "reduction under way")]]  # fmt: skip
+    marks = [
+        axes.barh(-5, 0, color=c, alpha=a, label=text)
+        for c, a, text in [
+            ("#4c72b0", 0.35, "gather under way"),
+            ("#4c72b0", 1, "in use"),
+            ("#dd8452", 1, "reduction under way"),
+        ]
+    ]
     figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
@@ -231,7 +287,7 @@ def second_step(rules: UnitRules) -> list[Event]:
     return record
 
 
-# --- meshes --------------------------------------------------------------------------------------------------------
+# --- meshes ---------------------------------------------------------------------------------------
 
 
 def draw_meshes() -> Figure:
@@ -246,17 +302,25 @@ def draw_meshes() -> Figure:
     holds, sends = figure.subplots(1, 2)
     stack(
         holds,
-        {name: {part: n / GB for part, n in plan.bytes_per_rank.items()} for name, plan in plans.items()},
+        {
+            name: {part: n / GB for part, n in plan.bytes_per_rank.items()}
+            for name, plan in plans.items()
+        },
         unit="GB of model state on a rank",
     )
     links = {"data": "along data", "node": "along node (between machines)"}
     sent = {}
     for name, plan in plans.items():
-        by_axis = {axis: sum(parts.values()) / GB for axis, parts in plan.sent_nbytes_by_axis.items()}
+        by_axis = {
+            axis: sum(parts.values()) / GB for axis, parts in plan.sent_nbytes_by_axis.items()
+        }
         sent[name] = {links[axis]: nbytes for axis, nbytes in by_axis.items() if axis in links}
     # On one axis the same bytes cross every link of the ring, those between machines, too.
     stack(
-        sends, sent, unit="GB that a rank sends in a step", colors={links["data"]: "#64b5cd", links["node"]: "#c44e52"}
+        sends,
+        sent,
+        unit="GB that a rank sends in a step",
+        colors={links["data"]: "#64b5cd", links["node"]: "#c44e52"},
     )
     holds.set_ylim(0, 7.5)
     sends.set_ylim(0, 10)
@@ -265,7 +329,7 @@ def draw_meshes() -> Figure:
     return figure
 
 
-# --- precision -----------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 def draw_precision() -> Figure:
@@ -273,14 +337,21 @@ def draw_precision() -> Figure:
     configurations = {
         "fp32": {},
         "bf16 or fp16": {"bf16": {"enabled": True}},
-        "bf16, gradients\nin fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-        "bf16 without\na master": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        "bf16, gradients\nin fp32": {
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
+        "bf16 without\na master": {
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}
+        },
     }
     model = on_meta(LARGE)
     numel = sum(param.numel() for param in model.parameters())
     columns = {}
     for name, keys in configurations.items():
-        held = fzero.plan(model, {"optimizer": {"type": "AdamW"}} | keys | zero(0), world_size=1).bytes_per_rank
+        held = fzero.plan(
+            model, {"optimizer": {"type": "AdamW"}} | keys | zero(0), world_size=1
+        ).bytes_per_rank
         columns[name] = {part: nbytes / numel for part, nbytes in held.items()}
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
@@ -289,7 +360,7 @@ def draw_precision() -> Figure:
     return figure
 
 
-# --- placements ----------------------------------------------------------------------------------------------------
+# --- placements -----------------------------------------------------------------------------------
 
 
 def draw_placements() -> Figure:
@@ -314,11 +385,13 @@ def draw_placements() -> Figure:
     return figure
 
 
-# --- simulation ----------------------------------------------------------------------------------------------------
+# --- simulation -----------------------------------------------------------------------------------
 
 
 def draw_simulation() -> Figure:
-    """The losses of 1 to 64 simulated ranks that share one global batch, and their distance from one rank's."""
+    """The losses of 1 to 64 simulated ranks that share one global batch, and their
+    distance from one rank's.
+    """
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes, apart = figure.subplots(1, 2)
     losses = {world_size: simulated_losses(world_size) for world_size in (1, 4, 16, 64)}
@@ -336,25 +409,35 @@ def draw_simulation() -> Figure:
 
 def simulated_losses(world_size: int, num_steps: int = 30) -> list[float]:
     torch.manual_seed(0)
-    step = fzero.make_train_step(GPT(SIZES["tiny"]), {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}} | zero(3))
+    step = fzero.make_train_step(
+        GPT(SIZES["tiny"]), {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}} | zero(3)
+    )
     ranks = fzero.simulate(step, world_size)
     state, (text, _) = ranks.init(), read_text()
     losses = []
     for index in range(num_steps):
-        tokens = random_batch(text, context=SIZES["tiny"].context, batch_size=64, seed=0, step=index, rank=0)
-        batch: tuple[Tensor, ...] = tuple(rearrange(x, "(w b) t -> w b t", w=world_size) for x in tokens)
+        tokens = random_batch(
+            text, context=SIZES["tiny"].context, batch_size=64, seed=0, step=index, rank=0
+        )
+        batch: tuple[Tensor, ...] = tuple(
+            rearrange(x, "(w b) t -> w b t", w=world_size) for x in tokens
+        )
         state, metrics = ranks(state, batch)
         losses.append(metrics.loss.flatten()[0].item())
     return losses
 
 
-# --- capture -------------------------------------------------------------------------------------------------------
+# --- capture --------------------------------------------------------------------------------------
 
 
 def draw_capture() -> Figure:
-    """The captured step of stage 3: when it computes, when it communicates, which bytes are live."""
+    """The captured step of stage 3: when it computes, when it communicates, which bytes
+    are live.
+    """
     mesh = fzero.comms.AbstractAxis("data", 8)
-    step = fzero.make_train_step(on_meta(SIZES["medium"]), {"optimizer": {"type": "AdamW"}} | zero(3), mesh=mesh)
+    step = fzero.make_train_step(
+        on_meta(SIZES["medium"]), {"optimizer": {"type": "AdamW"}} | zero(3), mesh=mesh
+    )
     tokens = torch.empty((4, SIZES["medium"].context), dtype=torch.int64, device="meta")
     machine = fzero.graph.MachineModel(flops=4e12, memory=1e12, network=8e9, latency=1e-5)
     figure: Figure = step.explain((tokens, tokens), machine=machine).draw()
@@ -362,9 +445,16 @@ def draw_capture() -> Figure:
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
-    "state": draw_state, "stages": draw_stages, "verbs": draw_verbs, "units": draw_units, "meshes": draw_meshes,
-    "precision": draw_precision, "placements": draw_placements, "simulation": draw_simulation, "capture": draw_capture,
-}  # fmt: skip
+    "state": draw_state,
+    "stages": draw_stages,
+    "verbs": draw_verbs,
+    "units": draw_units,
+    "meshes": draw_meshes,
+    "precision": draw_precision,
+    "placements": draw_placements,
+    "simulation": draw_simulation,
+    "capture": draw_capture,
+}
 
 
 def main() -> None:

@@ -1,13 +1,17 @@
-"""DiLoCo (arXiv:2311.08105): K local steps per worker, then one outer step on the mean difference.
+"""DiLoCo (arXiv:2311.08105): K local steps per worker, then one outer step on the mean
+difference.
 
     python examples/lab/local_sgd.py
 
-A train step is a function and a worker's state a value, so one `step` serves all workers: a worker is an item of a list.
-Each worker makes K AdamW steps on its own data. Then the *outer* optimizer, SGD with Nesterov momentum, takes the mean
-change of the workers' parameters as a gradient, and all workers continue from the result; each keeps its AdamW state.
-Plain data parallelism sends the gradients in every step; this sends the parameters every K steps.
+A train step is a function and a worker's state a value, so one `step` serves all
+workers: a worker is an item of a list. Each worker makes K AdamW steps on its own data.
+Then the *outer* optimizer, SGD with Nesterov momentum, takes the mean change of the
+workers' parameters as a gradient, and all workers continue from the result; each keeps
+its AdamW state. Plain data parallelism sends the gradients in every step; this sends
+the parameters every K steps.
 
-The outer step works on flat buffers, element by element: if each worker were a ZeRO-3 job, it would work on shards.
+The outer step works on flat buffers, element by element: if each worker were a ZeRO-3
+job, it would work on shards.
 """
 
 import torch
@@ -18,20 +22,27 @@ from setting import HELD_OUT, SIZE, config, draw_batch, make_model, parse, rando
 import fzero
 
 WORKERS, NUM_ROWS, EVERY = 4, 16, 16
-INNER_LR, OUTER = 0.01, fzero.sgd(0.7, momentum=0.5, nesterov=True)  # the paper's 0.9 is for K in the hundreds
+# the paper's 0.9 is for K in the hundreds
+INNER_LR, OUTER = 0.01, fzero.sgd(0.7, momentum=0.5, nesterov=True)
 Curve = list[tuple[int, float, float]]
-"""After every 16 steps: (step, megabytes that each worker has sent, loss on held-out text)."""
+"""After every 16 steps: (step, megabytes that each worker has sent, loss on held-out
+text).
+"""
 
 
 def megabytes() -> float:
-    """The traffic of a worker for one mean over workers, of the gradients or of the parameters."""
+    """The traffic of a worker for one mean over workers, of the gradients or of the
+    parameters.
+    """
     plan = fzero.plan(make_model(), config(stage=0, lr=INNER_LR), world_size=WORKERS)
     return 4 * sum(plan.sent_per_step.values()) / 1e6
 
 
 def together(num_steps: int, held_out: tuple[torch.Tensor, ...]) -> Curve:
     """Plain data parallelism: the workers are the ranks of one job."""
-    ranks = fzero.simulate(fzero.make_train_step(make_model(), config(stage=0, lr=INNER_LR)), WORKERS)
+    ranks = fzero.simulate(
+        fzero.make_train_step(make_model(), config(stage=0, lr=INNER_LR)), WORKERS
+    )
     held_out = tuple(x.expand(WORKERS, *x.shape) for x in held_out)
     state, curve = ranks.init(), []
     for index in range(num_steps):
@@ -51,9 +62,15 @@ def apart(num_steps: int, held_out: tuple[torch.Tensor, ...], *, inner_steps: in
     curve = []
     for index in range(num_steps):
         tokens_WBT, targets_WBT = draw_batch(index, num_rows=NUM_ROWS, world_size=WORKERS)
-        workers = [step(*given)[0] for given in zip(workers, zip(tokens_WBT, targets_WBT), strict=True)]
+        workers = [
+            step(*given)[0] for given in zip(workers, zip(tokens_WBT, targets_WBT), strict=True)
+        ]
         if (index + 1) % inner_steps == 0:
-            way = tree_map(lambda old, *new: old - sum(new) / WORKERS, start, *[worker.params for worker in workers])
+            way = tree_map(
+                lambda old, *new: old - sum(new) / WORKERS,
+                start,
+                *[worker.params for worker in workers],
+            )
             start, momentum = fzero.optimizer_update(OUTER, start, way, momentum)
             workers = [worker._replace(params=tree_map(torch.clone, start)) for worker in workers]
         if (index + 1) % EVERY == 0:
@@ -63,9 +80,12 @@ def apart(num_steps: int, held_out: tuple[torch.Tensor, ...], *, inner_steps: in
 
 
 def main() -> None:
-    options = parse(__doc__.splitlines()[0], steps=192)
+    options = parse(__doc__.partition("\n\n")[0], steps=192)
     if options.steps < EVERY:
-        raise SystemExit(f"--steps: must be at least {EVERY}, got {options.steps}; the loss is looked at that often")
+        raise SystemExit(
+            f"--steps: must be at least {EVERY}, got {options.steps}; the loss is looked at that "
+            f"often"
+        )
     held_out = random_batch(HELD_OUT, context=SIZE.context, batch_size=64, seed=0, step=0, rank=0)
     curves = {"data parallel": together(options.steps, held_out)}
     for inner_steps in (4, 16):
@@ -74,10 +94,17 @@ def main() -> None:
     by_bytes, by_step = figure.subplots(1, 2, sharey=True)
     for name, curve in curves.items():
         steps, sent, losses = zip(*curve, strict=True)
-        print(f"{name}: loss {losses[-1]:.3f} after {steps[-1]} steps, {sent[-1]:.2f} MB sent by each worker")
+        print(
+            f"{name}: loss {losses[-1]:.3f} after {steps[-1]} steps, {sent[-1]:.2f} MB sent by "
+            f"each worker"
+        )
         by_bytes.plot(sent, losses, "o-", label=name)
         by_step.plot(steps, losses, "o-", label=name)
-    by_bytes.set(xscale="log", xlabel="MB that each worker has sent", ylabel="loss on held-out text (nats per byte)")
+    by_bytes.set(
+        xscale="log",
+        xlabel="MB that each worker has sent",
+        ylabel="loss on held-out text (nats per byte)",
+    )
     by_bytes.set_title(f"{WORKERS} workers that talk every K steps", loc="left")
     by_step.set(xlabel="step")
     by_step.legend(frameon=False)

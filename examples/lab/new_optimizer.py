@@ -2,13 +2,15 @@
 
     python examples/lab/new_optimizer.py
 
-*Accord* keeps two running means of each gradient element, of its value and of its size. Their ratio lies between -1 and 1:
-the agreement of recent gradients about the sign. The step is the learning rate times this ratio. Both means start from zero
-with the same factor, so they need no bias correction. If all gradients agree, the step is a sign, as in Lion; if they do
-not, it is small, as in Adam.
+*Accord* keeps two running means of each gradient element, of its value and of its size.
+Their ratio lies between -1 and 1: the agreement of recent gradients about the sign. The
+step is the learning rate times this ratio. Both means start from zero with the same
+factor, so they need no bias correction. If all gradients agree, the step is a sign, as
+in Lion; if they do not, it is small, as in Adam.
 
-The optimizer does not know whether it gets a full buffer or a shard: it is elementwise. `check_transform` checks this, and
-the other laws that the stages rely on, on random layouts and numbers.
+The optimizer does not know whether it gets a full buffer or a shard: it is elementwise.
+`check_transform` checks this, and the other laws that the stages rely on, on random
+layouts and numbers.
 """
 
 from typing import NamedTuple
@@ -31,11 +33,15 @@ class AccordState(NamedTuple):
     size: Tensor
 
 
-def accord(lr: float | Tensor, *, beta: float = 0.9, weight_decay: float = 0.01, eps: float = 1e-12) -> fzero.Transform:
+def accord(
+    lr: float | Tensor, *, beta: float = 0.9, weight_decay: float = 0.01, eps: float = 1e-12
+) -> fzero.Transform:
     def init(param: Tensor) -> AccordState:
         return AccordState(zeros_like(param), zeros_like(param))
 
-    def update(grad: Tensor, param: Tensor, state: AccordState) -> tuple[Tensor, Tensor, AccordState]:
+    def update(
+        grad: Tensor, param: Tensor, state: AccordState
+    ) -> tuple[Tensor, Tensor, AccordState]:
         mean, size = state.mean.lerp_(grad, 1 - beta), state.size.lerp_(grad.abs(), 1 - beta)
         param.mul_(1 - lr * weight_decay).sub_(lr * mean / (size + eps))
         return grad, param, AccordState(mean, size)
@@ -57,19 +63,24 @@ def train(step: fzero.TrainStep, num_steps: int) -> tuple[list[float], int]:
 
 
 def main() -> None:
-    options = parse(__doc__.splitlines()[0], steps=100)
+    options = parse(__doc__.partition("\n\n")[0], steps=100)
     check_transform(accord, name="accord", compile="step", max_examples=3)
     print("accord keeps the laws of a transform")
     runs = {
         "AdamW, lr 0.01": fzero.make_train_step(make_model(), config(stage=3, lr=0.01)),
-        "Accord, lr 0.01": fzero.make_train_step(make_model(), config(stage=3, lr=0.01), transform=accord),
+        "Accord, lr 0.01": fzero.make_train_step(
+            make_model(), config(stage=3, lr=0.01), transform=accord
+        ),
     }
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes, lead = figure.subplots(2, sharex=True, height_ratios=[3, 1])
     curves = []
     for color, (name, step) in zip(("0.45", "tab:red"), runs.items(), strict=True):
         losses, nbytes = train(step, options.steps)
-        print(f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {nbytes:,} bytes of optimizer state per rank")
+        print(
+            f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {nbytes:,} bytes of optimizer "
+            f"state per rank"
+        )
         axes.plot(range(1, len(losses) + 1), losses, color=color, alpha=0.25)
         steps, means = smooth(losses, width=10)
         curves.append(means)

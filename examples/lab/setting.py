@@ -1,6 +1,8 @@
-"""The common parts of the lab: the demo's model and text, batches for any number of ranks, and the picture's file.
+"""The common parts of the lab: the demo's model and text, batches for any number of
+ranks, and the picture's file.
 
-Shape letters: W ranks (the leading dimension), B rows of a rank's batch, T bytes of a row.
+Shape letters: W ranks (the leading dimension), B rows of a rank's batch, T bytes of a
+row.
 """
 
 import argparse
@@ -17,14 +19,17 @@ sys.path.append(str(Path(__file__).parents[1]))
 from gpt import GPT, SIZES
 from text import random_batch, read_text
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # simulated ranks are on the CPU; a model on meta would be placed on a GPU
+# simulated ranks are on the CPU; a model on meta would be placed on a GPU
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 torch.set_num_threads(1)  # more threads would only slow down a model this small
 SIZE = SIZES["tiny"]
 TRAINING, HELD_OUT = read_text()
 
 
 def parse(description: str, **numbers: int) -> argparse.Namespace:
-    """The options of a page: the folder of its picture, and its numbers with their defaults."""
+    """The options of a page: the folder of its picture, and its numbers with their
+    defaults.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=Path("out/lab"), help="folder of the picture")
     for name, default in numbers.items():
@@ -45,12 +50,15 @@ def config(stage: int, lr: float) -> dict:
 
 
 def draw_batch(step: int, *, num_rows: int, world_size: int) -> tuple[Tensor, ...]:
-    """The batch of a step, split over the ranks: any number of ranks together get the same rows.
+    """The batch of a step, split over the ranks: any number of ranks together get the
+    same rows.
 
     Returns:
         tokens and targets, each [W, B, T].
     """
-    batch = random_batch(TRAINING, context=SIZE.context, batch_size=num_rows, seed=0, step=step, rank=0)
+    batch = random_batch(
+        TRAINING, context=SIZE.context, batch_size=num_rows, seed=0, step=step, rank=0
+    )
     return tuple(rearrange(x, "(rank b) t -> rank b t", rank=world_size) for x in batch)
 
 

@@ -1,12 +1,15 @@
-"""A model that does not fit a rank: plan it before a machine exists, then train it in shards that fit.
+"""A model that does not fit a rank: plan it before a machine exists, then train it in
+shards that fit.
 
     python examples/lab/too_big.py
 
-1. A GPT of 6.6 billion parameters is built on `meta`, where tensors have shapes and no memory, and planned for 1 to 64 ranks
-   in each stage. The picture compares the bytes of a rank in bf16 with AdamW (an fp32 master and two moments) with a budget
-   of 24 GB. Activations are not included.
-2. A small model of the same kind is trained under ZeRO-3 on 8 simulated ranks. It starts on `meta`, too: `init` fills one
-   unit after the other directly into the ranks' shards, so in a job no process ever has the full model.
+1. A GPT of 6.6 billion parameters is built on `meta`, where tensors have shapes and no
+   memory, and planned for 1 to 64 ranks in each stage. The picture compares the bytes
+   of a rank in bf16 with AdamW (an fp32 master and two moments) with a budget of 24 GB.
+   Activations are not included.
+2. A small model of the same kind is trained under ZeRO-3 on 8 simulated ranks. It
+   starts on `meta`, too: `init` fills one unit after the other directly into the ranks'
+   shards, so in a job no process ever has the full model.
 """
 
 from dataclasses import replace
@@ -23,7 +26,12 @@ import fzero
 LARGE = replace(SIZE, context=2048, width=4096, depth=32, num_heads=32, num_trigrams=2**15)
 SMALL = replace(SIZE, depth=8)
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
-COLORS = {"parameters": "tab:blue", "master": "tab:purple", "gradients": "tab:orange", "optimizer": "tab:green"}
+COLORS = {
+    "parameters": "tab:blue",
+    "master": "tab:purple",
+    "gradients": "tab:orange",
+    "optimizer": "tab:green",
+}
 BUDGET, RANKS, NUM_ROWS = 24e9, 8, 16
 
 
@@ -56,25 +64,37 @@ def train(num_steps: int) -> None:
     for index in range(num_steps):
         state, metrics = ranks(state, draw_batch(index, num_rows=NUM_ROWS, world_size=RANKS))
         losses.append(metrics.loss.item())
-    print(f"trained on {RANKS} ranks in stage 3, {num_steps} steps: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    numel, planned = sum(param.numel() for param in model.parameters()), sum(ranks.plan.bytes_per_rank.values())
+    print(
+        f"trained on {RANKS} ranks in stage 3, {num_steps} steps: loss {losses[0]:.3f} -> "
+        f"{losses[-1]:.3f}"
+    )
+    numel, planned = (
+        sum(param.numel() for param in model.parameters()),
+        sum(ranks.plan.bytes_per_rank.values()),
+    )
     print(f"whole, the state would be {16 * numel:,} bytes")
     for rank, own in enumerate(fzero.simulation.unstacked(state, RANKS)):
-        held = sum(x.nbytes for x in optree.tree_leaves((own.params, own.master, own.grads, own.optimizer)))
+        held = sum(
+            x.nbytes for x in optree.tree_leaves((own.params, own.master, own.grads, own.optimizer))
+        )
         print(f"rank {rank} holds {held:,} bytes, planned were {planned:,}")
     unit = max(ranks.plan.units, key=lambda unit: unit.gathered_numel)
-    print(f"the largest unit, {unit.name}, has {4 * unit.gathered_numel:,} bytes when it is gathered")
+    print(
+        f"the largest unit, {unit.name}, has {4 * unit.gathered_numel:,} bytes when it is gathered"
+    )
 
 
 def main() -> None:
-    options = parse(__doc__.splitlines()[0], steps=40)
+    options = parse(__doc__.partition("\n\n")[0], steps=40)
     with torch.device("meta"):
         large = GPT(LARGE)
     numel = sum(param.numel() for param in large.parameters())
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     for stage, axes in enumerate(figure.subplots(1, 4, sharey=True)):
         planned = plans(large, stage)
-        fitting = [size for size, plan in planned.items() if sum(plan.bytes_per_rank.values()) <= BUDGET]
+        fitting = [
+            size for size, plan in planned.items() if sum(plan.bytes_per_rank.values()) <= BUDGET
+        ]
         fits = f"fits from {fitting[0]} ranks on" if fitting else "fits no number of ranks"
         print(f"{numel:,} parameters in stage {stage}: {fits}")
         draw(axes, planned)
@@ -82,11 +102,17 @@ def main() -> None:
         if stage == 0:
             axes.set(ylabel="GB of state per rank")
     axes.annotate(
-        f"{BUDGET / 1e9:g} GB", (len(planned) - 0.5, BUDGET / 1e9), (0, 3), textcoords="offset points", ha="right"
+        f"{BUDGET / 1e9:g} GB",
+        (len(planned) - 0.5, BUDGET / 1e9),
+        (0, 3),
+        textcoords="offset points",
+        ha="right",
     )
     handles = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(COLORS), frameon=False)
-    figure.suptitle(f"A GPT of {numel / 1e9:.1f} billion parameters, bf16 and AdamW, before any rank is there")
+    figure.suptitle(
+        f"A GPT of {numel / 1e9:.1f} billion parameters, bf16 and AdamW, before any rank is there"
+    )
     save(figure, options.out, "too_big.png")
     train(options.steps)
 

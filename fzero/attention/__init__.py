@@ -1,7 +1,9 @@
-"""Sparse attention: patterns make layouts, which are values; attention over the blocks that a layout keeps.
+"""Sparse attention: patterns make layouts, which are values; attention over the blocks
+that a layout keeps.
 
-Patterns and layouts are integers alone. A kernel is chosen for a layout, with the same result. `SparseSelfAttention` and the
-configurations under DeepSpeed's names are `fzero.deepspeed.ops.sparse_attention`. May import: common. Begin with
+Patterns and layouts are integers alone. A kernel is chosen for a layout, with the same
+result. `SparseSelfAttention` and the configurations under DeepSpeed's names are
+`fzero.deepspeed.ops.sparse_attention`. May import: common. Begin with
 `fzero.attention.layouts`, then `fzero.attention.attend`.
 """
 
@@ -10,7 +12,10 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
-    from fzero.attention.attend import choose_backend as choose_backend, sparse_attention as sparse_attention
+    from fzero.attention.attend import (
+        choose_backend as choose_backend,
+        sparse_attention as sparse_attention,
+    )
     from fzero.attention.layouts import Layout as Layout, density as density
     from fzero.attention.masks import (
         dense_mask as dense_mask,

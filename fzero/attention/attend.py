@@ -1,7 +1,10 @@
-"""`sparse_attention`: attention over the blocks that a layout keeps; the layout is a value, the kernel is chosen.
+"""`sparse_attention`: attention over the blocks that a layout keeps; the layout is a
+value, the kernel is chosen.
 
-- "sdpa": PyTorch's `scaled_dot_product_attention` with a mask: the reference. It trains anywhere, in the time of dense attention.
-- "blocks": kept blocks alone (`fzero.attention.blocks`), on any device: time and memory fall with the density.
+- "sdpa": PyTorch's `scaled_dot_product_attention` with a mask: the reference. It trains
+  anywhere, in the time of dense attention.
+- "blocks": kept blocks alone (`fzero.attention.blocks`), on any device: time and memory
+  fall with the density.
 - "flex": FlexAttention, on CUDA. On the CPU PyTorch has no backward for it.
 """
 
@@ -23,29 +26,45 @@ from fzero.attention.masks import dense_mask, mask_mod
 Backend = Literal["auto", "sdpa", "blocks", "flex"]
 
 BREAK_EVEN = 0.6
-"""The density above which SDPA with a mask is not slower than blocks on a CPU: benchmarks/sparse_attention.py measures it."""
+"""The density above which SDPA with a mask is not slower than blocks on a CPU:
+benchmarks/sparse_attention.py measures it.
+"""
 
 FLEX_BLOCK = 128
-"""FlexAttention's tile, whatever the block of the layout is: a tile that holds one kept block costs as much as a full one."""
+"""FlexAttention's tile, whatever the block of the layout is: a tile that holds one kept
+block costs as much as a full one.
+"""
 
 
 def sparse_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, block: int, causal: bool | None = None,
-    key_mask: Tensor | None = None, biases: Sequence[Tensor] = (), scale: float | None = None, backend: Backend = "auto",
-) -> Tensor:  # fmt: skip
-    """softmax(query · keyᵀ · scale + biases) · value over the blocks that `layout` keeps, (B, H, L, D).
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    block: int,
+    causal: bool | None = None,
+    key_mask: Tensor | None = None,
+    biases: Sequence[Tensor] = (),
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """softmax(query · keyᵀ · scale + biases) · value over the blocks that `layout`
+    keeps, (B, H, L, D).
 
     Ranks do not communicate; heads may be divided among ranks (`Layout.of_heads`).
 
     Args:
-        query, key, value: (B, H, L, D) of one dtype, L = N · block for the N blocks of the layout.
+        query, key, value: (B, H, L, D) of one dtype, L = N · block for the N blocks of
+            the layout.
         layout: for all heads, or with H of its own; every row keeps a block.
         block: tokens of a block.
-        causal: whether no token attends to a later one. None is so for a unidirectional layout. False keeps all tokens of the
-            blocks on the diagonal, as DeepSpeed does.
+        causal: whether no token attends to a later one. None is so for a unidirectional
+            layout. False keeps all tokens of the blocks on the diagonal, as DeepSpeed
+            does.
         key_mask: bool (B, L), False for keys that nobody attends to, such as padding.
-        biases: added to the scaled scores, each broadcastable to (B, H, L, L); -inf drops a key. A query whose keys are all
-            dropped gets 0.
+        biases: added to the scaled scores, each broadcastable to (B, H, L, L); -inf
+            drops a key. A query whose keys are all dropped gets 0.
         scale: None is D^-½.
         backend: the kernel; "auto" is `choose_backend`'s.
 
@@ -69,20 +88,40 @@ def sparse_attention(
         given.append(_bias_of_mask(key_mask, query))
     if backend == "auto":
         backend = choose_backend(
-            layout, device, has_biases=bool(given), biases_need_grad=any(bias.requires_grad for bias in given),
+            layout,
+            device,
+            has_biases=bool(given),
+            biases_need_grad=any(bias.requires_grad for bias in given),
             in_graph=torch.compiler.is_compiling(),
-        )  # fmt: skip
+        )
     run = _KERNELS.get(backend)
     if run is None:
-        raise ValueError(f"sparse_attention: backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
+        raise ValueError(
+            f"sparse_attention: backend must be one of {', '.join(get_args(Backend))}, got "
+            f"{backend!r}"
+        )
     if not query.numel():  # an empty batch
         return query + key + value
     with torch.autocast(device, enabled=False) if in_autocast else nullcontext():
-        return run(query, key, value, layout, block, causal, given, query.shape[-1] ** -0.5 if scale is None else scale)
+        return run(
+            query,
+            key,
+            value,
+            layout,
+            block,
+            causal,
+            given,
+            query.shape[-1] ** -0.5 if scale is None else scale,
+        )
 
 
 def choose_backend(
-    layout: Layout, device: str, *, has_biases: bool = False, biases_need_grad: bool = False, in_graph: bool = False
+    layout: Layout,
+    device: str,
+    *,
+    has_biases: bool = False,
+    biases_need_grad: bool = False,
+    in_graph: bool = False,
 ) -> Literal["sdpa", "blocks", "flex"]:
     """The kernel for a layout: a pure function.
 
@@ -90,7 +129,8 @@ def choose_backend(
         device: the type of the device, such as "cpu".
         has_biases: whether biases or a mask of keys are given.
         biases_need_grad: whether a bias is trained, which only the reference does.
-        in_graph: whether a graph is captured, which must not hold FlexAttention's mask as a tensor of its own.
+        in_graph: whether a graph is captured, which must not hold FlexAttention's mask
+            as a tensor of its own.
 
     >>> from fzero.attention.patterns import Dense, Local
     >>> choose_backend(Local().layout(32), "cpu"), choose_backend(Dense().layout(32), "cpu")
@@ -104,23 +144,26 @@ def choose_backend(
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: Layout, block: int) -> None:
     if query.dim() != 4 or not query.shape == key.shape == value.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
-        raise ValueError(f"sparse_attention: query, key and value must have one shape (B, H, L, D), got {shapes}")
+        raise ValueError(
+            f"sparse_attention: query, key and value must have one shape (B, H, L, D), got {shapes}"
+        )
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(
-            f"sparse_attention: query, key and value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}; "
-            f"cast them"
+            f"sparse_attention: query, key and value must have one dtype, got {query.dtype}, "
+            f"{key.dtype}, {value.dtype}; cast them"
         )
     _, heads, length, _ = query.shape
     check_length(length, block)
     if length != layout.num_blocks * block:
         raise ValueError(
-            f"sparse_attention: layout must have {length // block} blocks for {length} tokens in blocks of {block}, got "
-            f"{layout.num_blocks}; make it for this length, or take layout.corner({length // block})"
+            f"sparse_attention: layout must have {length // block} blocks for {length} tokens in "
+            f"blocks of {block}, got {layout.num_blocks}; make it for this length, or take "
+            f"layout.corner({length // block})"
         )
     if layout.num_heads not in (1, heads):
         raise ValueError(
-            f"sparse_attention: layout must be for 1 or all {heads} heads, got {layout.num_heads}; make it with heads={heads}, "
-            f"or take layout.of_heads"
+            f"sparse_attention: layout must be for 1 or all {heads} heads, got {layout.num_heads}; "
+            f"make it with heads={heads}, or take layout.of_heads"
         )
 
 
@@ -128,19 +171,23 @@ def check_length(length: int, block: int) -> None:
     """Raises a ValueError for a length that blocks do not divide."""
     if block < 1 or length % block:
         raise ValueError(
-            f"sparse attention: the sequence length must be a multiple of block, {block}, got {length}; pad the batch with "
-            f"fzero.deepspeed.ops.sparse_attention.SparseAttentionUtils.pad_to_block_size, or choose another block"
+            f"sparse attention: the sequence length must be a multiple of block, {block}, got "
+            f"{length}; pad the batch with "
+            f"fzero.deepspeed.ops.sparse_attention.SparseAttentionUtils.pad_to_block_size, or "
+            f"choose another block"
         )
 
 
 def _four_dims(bias: Tensor, query: Tensor, name: str) -> Tensor:
     batch, heads, length, _ = query.shape
     shape = (*[1] * (4 - bias.dim()), *bias.shape)
-    fits = all(size in (1, full) for size, full in zip(shape, (batch, heads, length, length), strict=False))
+    fits = all(
+        size in (1, full) for size, full in zip(shape, (batch, heads, length, length), strict=False)
+    )
     if len(shape) != 4 or not fits or shape[3] != length:
         raise ValueError(
-            f"sparse_attention: {name} must be broadcastable to (B, H, L, L), {(batch, heads, length, length)}, with L keys, got "
-            f"{tuple(bias.shape)}"
+            f"sparse_attention: {name} must be broadcastable to (B, H, L, L), "
+            f"{(batch, heads, length, length)}, with L keys, got {tuple(bias.shape)}"
         )
     return bias.reshape(shape).to(query.dtype)
 
@@ -150,10 +197,12 @@ def _bias_of_mask(key_mask: Tensor, query: Tensor) -> Tensor:
     batch, _, length, _ = query.shape
     if key_mask.dtype != torch.bool or key_mask.shape != (batch, length):
         raise ValueError(
-            f"sparse_attention: key_mask must be bool of shape (B, L), {(batch, length)}, got {key_mask.dtype} of shape "
-            f"{tuple(key_mask.shape)}; pass attention_mask != 0"
+            f"sparse_attention: key_mask must be bool of shape (B, L), {(batch, length)}, got "
+            f"{key_mask.dtype} of shape {tuple(key_mask.shape)}; pass attention_mask != 0"
         )
-    return torch.zeros_like(key_mask, dtype=query.dtype).masked_fill(~key_mask, float("-inf"))[:, None, None]
+    return torch.zeros_like(key_mask, dtype=query.dtype).masked_fill(~key_mask, float("-inf"))[
+        :, None, None
+    ]
 
 
 def _sdpa(
@@ -166,7 +215,8 @@ def _sdpa(
     biases: list[Tensor],
     scale: float,
 ) -> Tensor:
-    if not biases and causal and layout.keeps_triangle:  # PyTorch skips the upper half of a causal layout
+    # PyTorch skips the upper half of a causal layout
+    if not biases and causal and layout.keeps_triangle:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     mask: Tensor | None = None
     if causal or density(layout) < 1:
@@ -189,8 +239,8 @@ def _blocks(
 ) -> Tensor:
     if any(bias.requires_grad for bias in biases):
         raise ValueError(
-            "sparse_attention: backend 'blocks' has no gradient for biases, and one requires it; pass backend='sdpa', or "
-            "bias.detach()"
+            "sparse_attention: backend 'blocks' has no gradient for biases, and one requires it; "
+            "pass backend='sdpa', or bias.detach()"
         )
     return attend_blocks(query * scale, key, value, layout, causal=causal, biases=biases)
 
@@ -207,13 +257,18 @@ def _flex(
 ) -> Tensor:
     if biases:
         raise ValueError(
-            "sparse_attention: backend 'flex' takes no biases or key_mask, got some; pass backend='blocks'"
+            "sparse_attention: backend 'flex' takes no biases or key_mask, got some; pass "
+            "backend='blocks'"
         )
     on_cuda = query.device.type == "cuda"
-    if not on_cuda and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+    if (
+        not on_cuda
+        and torch.is_grad_enabled()
+        and any(x.requires_grad for x in (query, key, value))
+    ):
         raise ValueError(
-            f"sparse_attention: backend 'flex' needs CUDA for gradients, got tensors on {query.device.type!r}, where PyTorch has "
-            f"no backward for it; pass backend='blocks'"
+            f"sparse_attention: backend 'flex' needs CUDA for gradients, got tensors on "
+            f"{query.device.type!r}, where PyTorch has no backward for it; pass backend='blocks'"
         )
     mask = _block_mask(layout, block, causal, str(query.device))
     run = _compiled_flex() if on_cuda else _flex_attention()
@@ -228,7 +283,9 @@ def _block_mask(layout: Layout, block: int, causal: bool, device: str) -> Any:
     length = layout.num_blocks * block
     keeps = mask_mod(layout, block, causal=causal, device=device)
     heads = None if layout.num_heads == 1 else layout.num_heads
-    return create_block_mask(keeps, None, heads, length, length, device=device, BLOCK_SIZE=FLEX_BLOCK)
+    return create_block_mask(
+        keeps, None, heads, length, length, device=device, BLOCK_SIZE=FLEX_BLOCK
+    )
 
 
 def _flex_attention() -> Callable[..., Tensor]:

@@ -1,12 +1,17 @@
-"""Attention over kept blocks alone, on any device: time falls with the density of the layout, and memory is that of the inputs.
+"""Attention over kept blocks alone, on any device: time falls with the density of the
+layout, and memory is that of the inputs.
 
-1. Rows of blocks that keep equally many columns form a chunk, as many as fit `CHUNK_SCORES`.
-2. A chunk gathers its blocks of keys and values, and is an ordinary attention of small matrices.
-3. The forward saves its inputs and result. The backward computes the probabilities of a chunk again, as FlashAttention does
-   (Dao et al. 2022, arXiv:2205.14135), so that no more scores exist at a time than a chunk's.
+1. Rows of blocks that keep equally many columns form a chunk, as many as fit
+  `CHUNK_SCORES`.
+2. A chunk gathers its blocks of keys and values, and is an ordinary attention of small
+  matrices.
+3. The forward saves its inputs and result. The backward computes the probabilities of a
+   chunk again, as FlashAttention does (Dao et al. 2022, arXiv:2205.14135), so that no
+   more scores exist at a time than a chunk's.
 
-Shapes: B batch; H heads, or 1 where every head has its own layout; M rows of blocks, N for each layout, one after the other;
-R rows of a chunk; T tokens of a block; S tokens of the kept blocks of a row; D head dimension.
+Shapes: B batch; H heads, or 1 where every head has its own layout; M rows of blocks, N
+for each layout, one after the other; R rows of a chunk; T tokens of a block; S tokens
+of the kept blocks of a row; D head dimension.
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ from torch import Tensor
 from fzero.attention.layouts import Layout, columns_of
 
 CHUNK_SCORES = {"cpu": 2**19, "cuda": 2**26}
-"""Scores of a chunk, batch and heads together: what a core's cache holds, or what fills a GPU."""
+"""Scores of a chunk, batch and heads together: what a core's cache holds, or what fills
+a GPU.
+"""
 
 
 class Chunk(NamedTuple):
@@ -45,7 +52,9 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What is computed: the layout, its causal form where tokens must not attend to later ones, and the size of chunks."""
+    """What is computed: the layout, its causal form where tokens must not attend to
+    later ones, and the size of chunks.
+    """
 
     layout: Layout
     causal: bool
@@ -78,20 +87,30 @@ def spec_of(layout: Layout, causal: bool, most: int) -> Spec:
 
 
 def attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, causal: bool, biases: Sequence[Tensor] = ()
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    causal: bool,
+    biases: Sequence[Tensor] = (),
 ) -> Tensor:
     """Attention over the kept blocks, (B, H, L, D), differentiable any number of times.
 
     Args:
         query, key, value: (B, H, L, D); the query is scaled already.
-        layout: every row keeps a block, also without the blocks above the diagonal where `causal`.
-        biases: added to the scores, each (B or 1, H or 1, L or 1, L); they get no gradient.
+        layout: every row keeps a block, also without the blocks above the diagonal
+            where `causal`.
+        biases: added to the scores, each (B or 1, H or 1, L or 1, L); they get no
+            gradient.
     """
     batch, heads, length, width = query.shape
     block = length // layout.num_blocks
     shared = layout.num_heads == 1
     scores_of_block = batch * (heads if shared else 1) * block * block
-    spec = spec_of(layout, causal, max(CHUNK_SCORES.get(query.device.type, 2**26) // scores_of_block, 1))
+    spec = spec_of(
+        layout, causal, max(CHUNK_SCORES.get(query.device.type, 2**26) // scores_of_block, 1)
+    )
     blocks = (batch, heads, -1, block, width) if shared else (batch, 1, -1, block, width)
     attended = _attend(*(x.reshape(blocks) for x in (query, key, value)), spec, *biases)
     return attended.reshape(query.shape)
@@ -138,8 +157,12 @@ class BlockAttention(torch.autograd.Function):
 _attend: Callable[..., Tensor] = BlockAttention.apply  # type: ignore[assignment]
 
 
-def _probs(q_BHRTD: Tensor, k_BHRSD: Tensor, spec: Spec, chunk: Chunk, biases: Sequence[Tensor]) -> Tensor:
-    """The softmax of a chunk's scores, in the dtype of the inputs; 0 for a query that every key is dropped for."""
+def _probs(
+    q_BHRTD: Tensor, k_BHRSD: Tensor, spec: Spec, chunk: Chunk, biases: Sequence[Tensor]
+) -> Tensor:
+    """The softmax of a chunk's scores, in the dtype of the inputs; 0 for a query that
+    every key is dropped for.
+    """
     scores = q_BHRTD @ k_BHRSD.transpose(-1, -2)
     never = float("-inf")
     if spec.causal and chunk.ends_on_diagonal:
@@ -157,7 +180,9 @@ def _probs(q_BHRTD: Tensor, k_BHRSD: Tensor, spec: Spec, chunk: Chunk, biases: S
 
 
 def _bias_of(bias: Tensor, spec: Spec, chunk: Chunk, *, tokens: int) -> Tensor:
-    """A chunk's part of a bias (B or 1, H or 1, L or 1, L), as (B or 1, H or 1, R, T or 1, S)."""
+    """A chunk's part of a bias (B or 1, H or 1, L or 1, L), as (B or 1, H or 1, R, T or
+    1, S).
+    """
     size = spec.num_blocks
     batch, heads, of_rows = bias.shape[:3]
     shape = (size, tokens) if of_rows > 1 else (1, 1)
@@ -174,7 +199,11 @@ def _bias_of(bias: Tensor, spec: Spec, chunk: Chunk, *, tokens: int) -> Tensor:
 
 
 def _column_index(chunk: Chunk, like: Tensor) -> Tensor | None:
-    return None if chunk.columns_are_a_slice else torch.tensor(chunk.columns, device=like.device).flatten()
+    return (
+        None
+        if chunk.columns_are_a_slice
+        else torch.tensor(chunk.columns, device=like.device).flatten()
+    )
 
 
 def _rows_of(x_BHMTD: Tensor, chunk: Chunk) -> Tensor:
@@ -193,7 +222,9 @@ def _columns_of(x_BHMTD: Tensor, chunk: Chunk, index: Tensor | None) -> Tensor:
     return x.reshape(batch, heads, len(chunk.rows), len(chunk.columns[0]) * tokens, width)
 
 
-def _add_to_columns(into_BHMTD: Tensor, chunk: Chunk, index: Tensor | None, x_BHRSD: Tensor) -> None:
+def _add_to_columns(
+    into_BHMTD: Tensor, chunk: Chunk, index: Tensor | None, x_BHRSD: Tensor
+) -> None:
     batch, heads, _, tokens, width = into_BHMTD.shape
     x_BHCTD = x_BHRSD.reshape(batch, heads, -1, tokens, width)
     if index is None:

@@ -1,8 +1,9 @@
 """`Layout`: which blocks of an attention matrix are kept, as a value.
 
-A sequence of L tokens is cut into N blocks; block row r of the attention matrix has the queries of block r, block column c the
-keys of block c. A layout says for each head (or once for all) which columns each row attends to. It holds integers alone: a
-kernel is chosen elsewhere (`fzero.attention.attend`).
+A sequence of L tokens is cut into N blocks; block row r of the attention matrix has the
+queries of block r, block column c the keys of block c. A layout says for each head (or
+once for all) which columns each row attends to. It holds integers alone: a kernel is
+chosen elsewhere (`fzero.attention.attend`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ class Layout:
     """The kept blocks of an attention matrix of N × N blocks.
 
     Attributes:
-        rows: for each head, or once for all heads, N integers: bit c of `rows[head][row]` is set where the queries of block
-            `row` attend to the keys of block c.
-        attention: "unidirectional" where no token shall attend to a later one. The blocks alone do not ensure that: see
-            `causal` of `sparse_attention`.
+        rows: for each head, or once for all heads, N integers: bit c of
+            `rows[head][row]` is set where the queries of block `row` attend to the keys
+            of block c.
+        attention: "unidirectional" where no token shall attend to a later one. The
+            blocks alone do not ensure that: see `causal` of `sparse_attention`.
 
     >>> layout = Layout(((0b001, 0b011, 0b111),), "unidirectional")
     >>> print(layout)
@@ -38,9 +40,14 @@ class Layout:
     def __post_init__(self) -> None:
         sizes = {len(head) for head in self.rows}
         if len(sizes) != 1 or sizes == {0}:
-            raise ValueError(f"Layout: every head must have the same number of rows, 1 or more, got {sorted(sizes)}")
+            raise ValueError(
+                f"Layout: every head must have the same number of rows, 1 or more, got "
+                f"{sorted(sizes)}"
+            )
         if any(bits < 0 or bits >> self.num_blocks for head in self.rows for bits in head):
-            raise ValueError(f"Layout: columns must be in 0 to {self.num_blocks - 1}; a row has others")
+            raise ValueError(
+                f"Layout: columns must be in 0 to {self.num_blocks - 1}; a row has others"
+            )
 
     @property
     def num_blocks(self) -> int:
@@ -59,9 +66,12 @@ class Layout:
 
     @property
     def keeps_triangle(self) -> bool:
-        """Whether every block on and below the diagonal is kept, as in dense causal attention."""
+        """Whether every block on and below the diagonal is kept, as in dense causal
+        attention.
+        """
         return all(
-            rows == tuple((2 << row) - 1 for row in range(self.num_blocks)) for rows in self.lower_triangle().rows
+            rows == tuple((2 << row) - 1 for row in range(self.num_blocks))
+            for rows in self.lower_triangle().rows
         )
 
     def columns(self, row: int, head: int = 0) -> tuple[int, ...]:
@@ -85,41 +95,58 @@ class Layout:
         .#
         """
         if not 1 <= num_blocks <= self.num_blocks:
-            raise ValueError(f"Layout.corner: num_blocks must be in 1 to {self.num_blocks}, got {num_blocks}")
+            raise ValueError(
+                f"Layout.corner: num_blocks must be in 1 to {self.num_blocks}, got {num_blocks}"
+            )
         inside = (1 << num_blocks) - 1
-        return replace(self, rows=tuple(tuple(bits & inside for bits in head[:num_blocks]) for head in self.rows))
+        return replace(
+            self,
+            rows=tuple(tuple(bits & inside for bits in head[:num_blocks]) for head in self.rows),
+        )
 
     def lower_triangle(self) -> Layout:
         """Without the blocks whose keys are all later than the queries."""
         return replace(self, rows=tuple(lower_triangle(head) for head in self.rows))
 
     def of_heads(self, heads: range) -> Layout:
-        """The layout of some of the heads, as a rank has them that holds a part of the heads; one for all heads is kept."""
-        return self if self.num_heads == 1 else replace(self, rows=tuple(self.rows[head] for head in heads))
+        """The layout of some of the heads, as a rank has them that holds a part of the
+        heads; one for all heads is kept.
+        """
+        return (
+            self
+            if self.num_heads == 1
+            else replace(self, rows=tuple(self.rows[head] for head in heads))
+        )
 
     def coarsened(self, factor: int) -> Layout:
-        """The layout in blocks of `factor` times the size that contains this one: what a kernel with larger tiles computes.
+        """The layout in blocks of `factor` times the size that contains this one: what
+        a kernel with larger tiles computes.
 
         >>> print(Layout(((0b0001, 0b0010, 0b0100, 0b1001),)).coarsened(2))
         #.
         ##
         """
         if factor < 1 or self.num_blocks % factor:
-            raise ValueError(f"Layout.coarsened: factor must divide {self.num_blocks} blocks, got {factor}")
+            raise ValueError(
+                f"Layout.coarsened: factor must divide {self.num_blocks} blocks, got {factor}"
+            )
         return replace(self, rows=tuple(_coarsened(head, factor) for head in self.rows))
 
     def check_rows(self) -> None:
-        """Raises a ValueError for a row that attends to nothing, whose softmax has no value."""
+        """Raises a ValueError for a row that attends to nothing, whose softmax has no
+        value.
+        """
         for head, rows in enumerate(self.rows):
             if 0 in rows:
                 raise ValueError(
-                    f"layout: every row must keep a block, but row {rows.index(0)} of head {head} keeps none; keep its diagonal "
-                    f"block, for example with a window"
+                    f"layout: every row must keep a block, but row {rows.index(0)} of head {head} "
+                    f"keeps none; keep its diagonal block, for example with a window"
                 )
 
 
 def density(layout: Layout) -> float:
-    """The share of blocks that are kept: the time of a sparse kernel over that of a dense one.
+    """The share of blocks that are kept: the time of a sparse kernel over that of a
+    dense one.
 
     >>> density(Layout(((0b01, 0b11),)))
     0.75
@@ -137,7 +164,8 @@ def columns_of(bits: int) -> tuple[int, ...]:
 
 
 def span(start: int, stop: int, num_blocks: int) -> int:
-    """The columns of a slice, by Python's rules: negative ends count from the last column, and the rest is cut off.
+    """The columns of a slice, by Python's rules: negative ends count from the last
+    column, and the rest is cut off.
 
     >>> bin(span(1, 3, 8)), bin(span(-1, 9, 4))
     ('0b110', '0b1000')

@@ -1,8 +1,11 @@
-"""Patterns: the options from which a `Layout` of any length is made, with DeepSpeed's names and bits.
+"""Patterns: the options from which a `Layout` of any length is made, with DeepSpeed's
+names and bits.
 
-`Fixed(num_local_blocks=4).layout(8)` is the layout of 8 blocks. Random blocks are drawn from (seed, layer, head) by a generator
-of their own, so that all ranks have the same and layers have different ones. Papers: Child et al. 2019 (arXiv:1904.10509) for
-fixed, Zaheer et al. 2020 (arXiv:2007.14062) for BigBird, Beltagy et al. 2020 (arXiv:2004.05150) for Longformer.
+`Fixed(num_local_blocks=4).layout(8)` is the layout of 8 blocks. Random blocks are drawn
+from (seed, layer, head) by a generator of their own, so that all ranks have the same
+and layers have different ones. Papers: Child et al. 2019 (arXiv:1904.10509) for fixed,
+Zaheer et al. 2020 (arXiv:2007.14062) for BigBird, Beltagy et al. 2020
+(arXiv:2004.05150) for Longformer.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ class Pattern(ABC):
     """A rule that makes layouts of any length.
 
     Attributes:
-        different_layout_per_head: whether each head has a layout of its own; otherwise head 0's is that of all.
+        different_layout_per_head: whether each head has a layout of its own; otherwise
+            head 0's is that of all.
     """
 
     different_layout_per_head: bool = False
@@ -41,7 +45,9 @@ class Pattern(ABC):
         """By option what is wrong with it; an empty text is nothing."""
         known = get_args(Attention)
         wrong = (
-            f"must be {' or '.join(map(repr, known))}, got {self.direction!r}" if self.direction not in known else ""
+            f"must be {' or '.join(map(repr, known))}, got {self.direction!r}"
+            if self.direction not in known
+            else ""
         )
         return {"attention": wrong}
 
@@ -68,8 +74,9 @@ class Pattern(ABC):
         given = getattr(self, name, 0)
         if given > num_blocks:
             raise ValueError(
-                f"{type(self).__name__}.{name}: must be at most the number of blocks, {num_blocks}, got {given}; use a longer "
-                f"sequence, a smaller block or fewer of them"
+                f"{type(self).__name__}.{name}: must be at most the number of blocks, "
+                f"{num_blocks}, got {given}; use a longer sequence, a smaller block or fewer of "
+                f"them"
             )
 
     @abstractmethod
@@ -92,11 +99,13 @@ class Dense(Pattern):
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed(Pattern):
-    """Windows of `num_local_blocks`, whose last `num_global_blocks` every row attends to.
+    """Windows of `num_local_blocks`, whose last `num_global_blocks` every row attends
+    to.
 
     Attributes:
         horizontal_global_attention: the global blocks' rows attend to everything, too.
-        num_different_global_patterns: with a layout per head, heads take turns with the last, second last, … of each window.
+        num_different_global_patterns: with a layout per head, heads take turns with the
+            last, second last, … of each window.
 
     >>> print(Fixed().layout(8))
     ####...#
@@ -116,7 +125,11 @@ class Fixed(Pattern):
     num_different_global_patterns: int = 1
 
     def rules(self) -> dict[str, str]:
-        local, glob, patterns = self.num_local_blocks, self.num_global_blocks, self.num_different_global_patterns
+        local, glob, patterns = (
+            self.num_local_blocks,
+            self.num_global_blocks,
+            self.num_different_global_patterns,
+        )
         found = super().rules() | positive(
             self, "num_local_blocks", "num_global_blocks", "num_different_global_patterns"
         )
@@ -125,10 +138,13 @@ class Fixed(Pattern):
         if local % glob:
             found["num_global_blocks"] = f"must divide num_local_blocks, {local}, got {glob}"
         if patterns > 1 and not self.different_layout_per_head:
-            found["num_different_global_patterns"] = f"needs different_layout_per_head: true beside it, got {patterns}"
+            found["num_different_global_patterns"] = (
+                f"needs different_layout_per_head: true beside it, got {patterns}"
+            )
         if patterns > local // glob:
             found["num_different_global_patterns"] = (
-                f"must be at most num_local_blocks / num_global_blocks, {local} / {glob}, got {patterns}"
+                f"must be at most num_local_blocks / num_global_blocks, {local} / {glob}, got "
+                f"{patterns}"
             )
         return found | _both_ways(self)
 
@@ -141,7 +157,9 @@ class Fixed(Pattern):
         if full < num_blocks:  # a short last window
             starts.append(min(full + first, num_blocks - glob))
         for start in starts:
-            add_global(rows, start, start + glob, self.attention, across=self.horizontal_global_attention)
+            add_global(
+                rows, start, start + glob, self.attention, across=self.horizontal_global_attention
+            )
         return rows
 
 
@@ -150,9 +168,11 @@ class Variable(Pattern):
     """Windows of given sizes, global blocks by index, and random blocks.
 
     Attributes:
-        num_random_blocks: random blocks of each row, at any column, even if `attention` is "unidirectional".
+        num_random_blocks: random blocks of each row, at any column, even if `attention`
+            is "unidirectional".
         local_window_blocks: the size of each window; the last one is repeated.
-        global_block_indices: the blocks that every row attends to; with `global_block_end_indices` the starts of ranges.
+        global_block_indices: the blocks that every row attends to; with
+            `global_block_end_indices` the starts of ranges.
         global_block_end_indices: their ends, exclusive.
 
     >>> print(Variable(local_window_blocks=(1, 2), global_block_indices=(0,)).layout(5))
@@ -172,16 +192,25 @@ class Variable(Pattern):
 
     def rules(self) -> dict[str, str]:
         sizes = self.local_window_blocks
-        found = super().rules() | _not_negative(self, "num_random_blocks") | _ranges(self) | _both_ways(self)
+        found = (
+            super().rules()
+            | _not_negative(self, "num_random_blocks")
+            | _ranges(self)
+            | _both_ways(self)
+        )
         if not sizes or min(sizes) < 1:
-            found["local_window_blocks"] = f"must be sizes of at least 1, one or more, got {list(sizes)}"
+            found["local_window_blocks"] = (
+                f"must be sizes of at least 1, one or more, got {list(sizes)}"
+            )
         return found
 
     def head_rows(self, num_blocks: int, head: int, random: Random) -> Sequence[int]:
         drawn = [_drawn(random, num_blocks, self.num_random_blocks) for _ in range(num_blocks)]
         local = windows(num_blocks, self.local_window_blocks, self.attention)
         rows = [a | b for a, b in zip(drawn, local, strict=True)]
-        for start, stop in global_ranges(num_blocks, self.global_block_indices, self.global_block_end_indices):
+        for start, stop in global_ranges(
+            num_blocks, self.global_block_indices, self.global_block_end_indices
+        ):
             add_global(rows, start, stop, self.attention, across=self.horizontal_global_attention)
         return rows
 
@@ -190,7 +219,8 @@ class Variable(Pattern):
 class BigBird(Pattern):
     """Random blocks, a sliding window, and the first blocks as global rows and columns.
 
-    Where `attention` is "unidirectional", a row draws from the columns up to its own, as many as there are.
+    Where `attention` is "unidirectional", a row draws from the columns up to its own,
+    as many as there are.
     """
 
     num_random_blocks: int = 1
@@ -200,21 +230,29 @@ class BigBird(Pattern):
 
     def rules(self) -> dict[str, str]:
         names = ("num_random_blocks", "num_global_blocks")
-        return super().rules() | _not_negative(self, *names) | positive(self, "num_sliding_window_blocks")
+        return (
+            super().rules()
+            | _not_negative(self, *names)
+            | positive(self, "num_sliding_window_blocks")
+        )
 
     def head_rows(self, num_blocks: int, head: int, random: Random) -> Sequence[int]:
         self._needs("num_global_blocks", num_blocks)
         whole = self.attention == "bidirectional"
         sizes = [num_blocks if whole else row + 1 for row in range(num_blocks)]
         drawn = [_drawn(random, size, min(self.num_random_blocks, size)) for size in sizes]
-        rows = [a | b for a, b in zip(drawn, sliding(num_blocks, self.num_sliding_window_blocks), strict=True)]
+        rows = [
+            a | b
+            for a, b in zip(drawn, sliding(num_blocks, self.num_sliding_window_blocks), strict=True)
+        ]
         add_global(rows, 0, self.num_global_blocks, "bidirectional", across=True)
         return rows if whole else lower_triangle(tuple(rows))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BSLongformer(Pattern):
-    """A sliding window, and global rows and columns by index or by ranges (see `Variable`): Longformer in blocks.
+    """A sliding window, and global rows and columns by index or by ranges (see
+    `Variable`): Longformer in blocks.
 
     >>> print(BSLongformer(attention="unidirectional").layout(4))
     #...
@@ -233,7 +271,9 @@ class BSLongformer(Pattern):
 
     def head_rows(self, num_blocks: int, head: int, random: Random) -> Sequence[int]:
         rows = sliding(num_blocks, self.num_sliding_window_blocks)
-        for start, stop in global_ranges(num_blocks, self.global_block_indices, self.global_block_end_indices):
+        for start, stop in global_ranges(
+            num_blocks, self.global_block_indices, self.global_block_end_indices
+        ):
             add_global(rows, start, stop, "bidirectional", across=True)
         return rows if self.attention == "bidirectional" else lower_triangle(tuple(rows))
 
@@ -260,22 +300,31 @@ class Local(Pattern):
 
 
 PATTERNS: dict[str, type[Pattern]] = {
-    "dense": Dense, "fixed": Fixed, "variable": Variable, "bigbird": BigBird, "bslongformer": BSLongformer, "local": Local,
-}  # fmt: skip
+    "dense": Dense,
+    "fixed": Fixed,
+    "variable": Variable,
+    "bigbird": BigBird,
+    "bslongformer": BSLongformer,
+    "local": Local,
+}
 """The patterns by DeepSpeed's names of modes; `local` has none there."""
 
 
-# --- parts of patterns -------------------------------------------------------------------------------------------
+# --- parts of patterns ----------------------------------------------------------------------------
 
 
 def windows(num_blocks: int, sizes: Sequence[int], attention: Attention) -> list[int]:
-    """Rows that attend to their window; the last size is repeated, and unidirectional rows end at the diagonal."""
+    """Rows that attend to their window; the last size is repeated, and unidirectional
+    rows end at the diagonal.
+    """
     rows, start, given = list[int](), 0, iter(sizes)
     size = sizes[-1]
     while start < num_blocks:
         size = next(given, size)
         for row in range(start, min(start + size, num_blocks)):
-            rows.append(span(start, row + 1 if attention == "unidirectional" else start + size, num_blocks))
+            rows.append(
+                span(start, row + 1 if attention == "unidirectional" else start + size, num_blocks)
+            )
         start += size
     return rows
 
@@ -286,8 +335,12 @@ def sliding(num_blocks: int, size: int) -> list[int]:
     return [span(max(row - half, 0), row + half + 1, num_blocks) for row in range(num_blocks)]
 
 
-def add_global(rows: list[int], start: int, stop: int, attention: Attention, *, across: bool) -> None:
-    """Adds columns to all rows, or unidirectionally to those from `start` on; `across` also fills the rows of that range."""
+def add_global(
+    rows: list[int], start: int, stop: int, attention: Attention, *, across: bool
+) -> None:
+    """Adds columns to all rows, or unidirectionally to those from `start` on; `across`
+    also fills the rows of that range.
+    """
     num_blocks = len(rows)
     columns = span(start, stop, num_blocks)
     if across:
@@ -297,34 +350,56 @@ def add_global(rows: list[int], start: int, stop: int, attention: Attention, *, 
         rows[row] |= columns
 
 
-def global_ranges(num_blocks: int, starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
-    """The ranges of global blocks that begin inside the sequence; a negative index alone counts from the end."""
+def global_ranges(
+    num_blocks: int, starts: Sequence[int], ends: Sequence[int] | None
+) -> list[tuple[int, int]]:
+    """The ranges of global blocks that begin inside the sequence; a negative index
+    alone counts from the end.
+    """
     if ends is None:
-        return [(start % num_blocks, start % num_blocks + 1) for start in starts if -num_blocks <= start < num_blocks]
-    return [(start, min(stop, num_blocks)) for start, stop in zip(starts, ends, strict=True) if start < num_blocks]
+        return [
+            (start % num_blocks, start % num_blocks + 1)
+            for start in starts
+            if -num_blocks <= start < num_blocks
+        ]
+    return [
+        (start, min(stop, num_blocks))
+        for start, stop in zip(starts, ends, strict=True)
+        if start < num_blocks
+    ]
 
 
 def _drawn(random: Random, population: int, count: int) -> int:
     return sum(1 << column for column in random.sample(range(population), count))
 
 
-# --- rules of options --------------------------------------------------------------------------------------------
+# --- rules of options -----------------------------------------------------------------------------
 
 
 def positive(pattern: Pattern, *names: str) -> dict[str, str]:
     """The error about options that must be at least 1, or None."""
     given = {name: getattr(pattern, name) for name in names}
-    return {name: f"must be at least 1, got {value}" if value < 1 else "" for name, value in given.items()}
+    return {
+        name: f"must be at least 1, got {value}" if value < 1 else ""
+        for name, value in given.items()
+    }
 
 
 def _not_negative(pattern: Pattern, *names: str) -> dict[str, str]:
     given = {name: getattr(pattern, name) for name in names}
-    return {name: f"must be at least 0, got {value}" if value < 0 else "" for name, value in given.items()}
+    return {
+        name: f"must be at least 0, got {value}" if value < 0 else ""
+        for name, value in given.items()
+    }
 
 
 def _both_ways(pattern: Fixed | Variable) -> dict[str, str]:
     wrong = pattern.horizontal_global_attention and pattern.attention != "bidirectional"
-    return {"horizontal_global_attention": "needs attention 'bidirectional', got 'unidirectional'" if wrong else ""}
+    return {
+        "horizontal_global_attention": "needs attention 'bidirectional', got 'unidirectional'"
+        if wrong
+        else ""
+    }
 
 
 def _ranges(pattern: Variable | BSLongformer) -> dict[str, str]:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
-    from fzero.checkpoint.folders import CheckpointError as CheckpointError, NoCheckpointError as NoCheckpointError
+    from fzero.checkpoint.folders import (
+        CheckpointError as CheckpointError,
+        NoCheckpointError as NoCheckpointError,
+    )
     from fzero.checkpoint.loading import Loaded as Loaded, load as load, starts as starts
     from fzero.checkpoint.saving import Saving as Saving, save as save, start_save as start_save
     from fzero.checkpoint.weights import (

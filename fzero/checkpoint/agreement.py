@@ -1,4 +1,6 @@
-"""`together`, `of_rank_0`: collective calls around files, in which an error on one rank is raised on all."""
+"""`together`, `of_rank_0`: collective calls around files, in which an error on one rank
+is raised on all.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ from fzero.storage.file_tensor import StoreError
 T = TypeVar("T")
 
 _RAISED = (ValueError, StoreError, NoCheckpointError)
-"""Errors that are raised on all ranks with their own type; all others become a CheckpointError."""
+"""Errors that are raised on all ranks with their own type; all others become a
+CheckpointError.
+"""
 
 
 def together(axis: RankAxis, function: Callable[[], T]) -> T:
-    """The result of `function`; an error on any rank is raised on all. *Collective:* sends some numbers."""
+    """The result of `function`; an error on any rank is raised on all. *Collective:*
+    sends some numbers.
+    """
     values: list[T] = []
     problem: Exception | None = None
     try:
@@ -40,18 +46,23 @@ def together(axis: RankAxis, function: Callable[[], T]) -> T:
 
 
 def check_same_folder(axis: RankAxis, dir: str | Path, call: str) -> None:
-    """Raises a ValueError on every rank unless all were given the same folder. *Collective:* sends its name."""
+    """Raises a ValueError on every rank unless all were given the same folder.
+    *Collective:* sends its name.
+    """
     folders = collectives.exchange(os.path.abspath(dir), axis, label=Label("save"))
     for rank, folder in enumerate(folders):
         if folder != folders[0]:
             raise ValueError(
-                f"{call}: dir must be the same on all ranks, got {folders[0]} on rank 0 and {folder} on rank {rank}; pass the "
-                f"same folder on every rank, on a filesystem that all of them share"
+                f"{call}: dir must be the same on all ranks, got {folders[0]} on rank 0 and "
+                f"{folder} on rank {rank}; pass the same folder on every rank, on a filesystem "
+                f"that all of them share"
             )
 
 
 def of_rank_0(axis: RankAxis, function: Callable[[], T]) -> T:
-    """The result of `function`, a plain value, or its error; called on rank 0 only. *Collective:* sends it to all ranks."""
+    """The result of `function`, a plain value, or its error; called on rank 0 only.
+    *Collective:* sends it to all ranks.
+    """
     value = together(axis, lambda: function() if axis.rank == 0 else None)
     found: T = collectives.exchange(value, axis, label=Label("save"))[0]
     return found

@@ -1,9 +1,12 @@
-"""A script's own values in a checkpoint: stored so that they are read back without running code.
+"""A script's own values in a checkpoint: stored so that they are read back without
+running code.
 
-`plain(value)` turns a value into numbers, strings, tensors and containers of these, which `torch.load(weights_only=True)` reads;
-`restored` turns it back. A value of a class of the standard library or of numpy becomes a mapping with its kind, `{KIND: "path",
-"of": "a/b"}`. A script's own dataclass, enum or named tuple would need its class, so it comes back as a dict, as its value, as a
-tuple. Everything else is left out, and `plain` names it.
+`plain(value)` turns a value into numbers, strings, tensors and containers of these,
+which `torch.load(weights_only=True)` reads; `restored` turns it back. A value of a
+class of the standard library or of numpy becomes a mapping with its kind,
+`{KIND: "path", "of": "a/b"}`. A script's own dataclass, enum or named tuple would need
+its class, so it comes back as a dict, as its value, as a tuple. Everything else is left
+out, and `plain` names it.
 """
 
 from __future__ import annotations
@@ -27,10 +30,21 @@ import torch
 KIND = "fzero.kind"
 _LEFT_OUT = object()
 _ATOMS = (
-    type(None), bool, float, complex, str, torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device
-)  # fmt: skip
+    type(None),
+    bool,
+    float,
+    complex,
+    str,
+    torch.Tensor,
+    torch.nn.Parameter,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+)
 _BASES: tuple[type, ...] = (bool, int, float, complex, str, bytes)
-_FACTORIES: dict[str, type] = {cls.__name__: cls for cls in (list, dict, set, int, float, str, bool, tuple)}
+_FACTORIES: dict[str, type] = {
+    cls.__name__: cls for cls in (list, dict, set, int, float, str, bool, tuple)
+}
 _BY_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "path": (pathlib.PurePath, str, pathlib.Path),
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
@@ -40,11 +54,13 @@ _BY_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "fraction": (fractions.Fraction, str, fractions.Fraction),
     "uuid": (uuid.UUID, str, uuid.UUID),
 }
-"""Kinds that are a text; the first whose class fits counts, and a datetime is a date."""
+"""Kinds that are a text; the first whose class fits counts, and a datetime is a date.
+"""
 
 
 def plain(value: Any, name: str = "client") -> tuple[Any, list[str]]:
-    """The value as it is stored, and a line for each part that comes back as another type, or not at all.
+    """The value as it is stored, and a line for each part that comes back as another
+    type, or not at all.
 
     >>> from pathlib import PurePosixPath
     >>> stored, lines = plain({"args": Namespace(out=PurePosixPath("a")), "log": print})
@@ -68,7 +84,9 @@ def restored(stored: Any) -> Any:
     if kind in _BY_TEXT:
         return _BY_TEXT[kind][2](of)
     if kind == "array":
-        return np.frombuffer(bytearray(restored(of)), dtype=stored["dtype"]).reshape(stored["shape"])
+        return np.frombuffer(bytearray(restored(of)), dtype=stored["dtype"]).reshape(
+            stored["shape"]
+        )
     if kind == "number":
         return np.frombuffer(of, dtype=stored["dtype"])[0]
     if kind == "defaultdict":
@@ -98,7 +116,9 @@ _BY_PARTS: dict[str, Callable[[Any], Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plain:
-    """Turns values into stored ones; `lines` collects what changes, `inside` has the containers that are under way."""
+    """Turns values into stored ones; `lines` collects what changes, `inside` has the
+    containers that are under way.
+    """
 
     lines: list[str]
     inside: list[int]
@@ -130,7 +150,9 @@ class _Plain:
                 return {KIND: kind, "of": text(value)}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             self.lines.append(f"{name}: a {cls.__name__} comes back as a dict of its fields")
-            fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+            fields = {
+                field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)
+            }
             return self._mapping(fields, name, of_attributes=True)
         if isinstance(value, Namespace | types.SimpleNamespace):
             kind = "namespace" if isinstance(value, Namespace) else "simple namespace"
@@ -156,7 +178,12 @@ class _Plain:
         dtype = value.dtype.str
         if isinstance(value, np.generic):
             return {KIND: "number", "dtype": dtype, "of": value.tobytes()}
-        return {KIND: "array", "dtype": dtype, "shape": tuple(value.shape), "of": self.of(value.tobytes(), name)}
+        return {
+            KIND: "array",
+            "dtype": dtype,
+            "shape": tuple(value.shape),
+            "of": self.of(value.tobytes(), name),
+        }
 
     def _of_mapping(self, value: Mapping[Any, Any], name: str) -> Any:
         if isinstance(value, Counter):
@@ -164,7 +191,10 @@ class _Plain:
         if not isinstance(value, defaultdict):
             return self._mapping(value, name)
         factory = getattr(value.default_factory, "__name__", "")
-        if value.default_factory is not None and _FACTORIES.get(factory) is not value.default_factory:
+        if (
+            value.default_factory is not None
+            and _FACTORIES.get(factory) is not value.default_factory
+        ):
             self.lines.append(f"{name}: a defaultdict comes back without its function")
         return {KIND: "defaultdict", "of": self._mapping(value, name), "factory": factory}
 
@@ -177,7 +207,9 @@ class _Plain:
         if isinstance(value, deque):
             return {KIND: "deque", "of": items, "maxlen": value.maxlen}
         if isinstance(value, set | frozenset):
-            return {KIND: "frozenset", "of": items} if isinstance(value, frozenset) else _set_of(items)
+            return (
+                {KIND: "frozenset", "of": items} if isinstance(value, frozenset) else _set_of(items)
+            )
         return items
 
     def _items(self, values: Iterable[Any], name: str) -> list[Any]:
@@ -192,7 +224,9 @@ class _Plain:
             pair = self.of(key, where), self.of(inner, where)
             if all(part is not _LEFT_OUT for part in pair):
                 pairs.append(pair)
-        if any(type(key) not in (str, int, float, bool, type(None)) or key == KIND for key, _ in pairs):
+        if any(
+            type(key) not in (str, int, float, bool, type(None)) or key == KIND for key, _ in pairs
+        ):
             return {KIND: "ordered dict" if isinstance(value, OrderedDict) else "dict", "of": pairs}
         return OrderedDict(pairs) if isinstance(value, OrderedDict) else dict(pairs)
 

@@ -1,18 +1,20 @@
-"""A folder of checkpoints, in which every visible checkpoint is complete even if the job that writes it is killed.
+"""A folder of checkpoints, in which every visible checkpoint is complete even if the
+job that writes it is killed.
 
     DIR/latest                    the name of the newest complete checkpoint
     DIR/.job.json                 the process that saves here
     DIR/step-500/                 a complete checkpoint
-        fzero.json                its format, and checksums of the other files
-        contents.json             counters, kinds of optimizer state, position and checksum of each chunk
-        .metadata, __0_0.distcp   torch.distributed.checkpoint's own files
-        client.pt                 the user's dict
-    DIR/.saving-step-600-1a2b3c4d  a checkpoint that is being written, or was when its job was killed
-    DIR/.removing-step-400        a checkpoint that is being removed
+        fzero.json its format, and checksums of the other files contents.json counters,
+        kinds of optimizer state, position and checksum of each chunk .metadata,
+        __0_0.distcp torch.distributed.checkpoint's own files client.pt the user's dict
+    DIR/.saving-step-600-1a2b3c4d a checkpoint that is being written, or was when its
+    job was killed DIR/.removing-step-400 a checkpoint that is being removed
 
-A checkpoint is written under a temporary name, flushed to the disk file by file, and renamed when it is complete; then a new
-`latest` is renamed over the old one. Both renames are atomic. So after a kill at any moment, `latest` names the previous
-checkpoint or the new one. A checkpoint to be removed is also renamed first. A complete checkpoint is never written to again.
+A checkpoint is written under a temporary name, flushed to the disk file by file, and
+renamed when it is complete; then a new `latest` is renamed over the old one. Both
+renames are atomic. So after a kill at any moment, `latest` names the previous
+checkpoint or the new one. A checkpoint to be removed is also renamed first. A complete
+checkpoint is never written to again.
 """
 
 from __future__ import annotations
@@ -50,23 +52,28 @@ CHUNK = 1 << 22
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message has the path, the rule and the fix."""
-
-
-class NoCheckpointError(CheckpointError):
-    """There is nothing to load yet: the folder does not exist, or no save into it was ever completed.
-
-    A job that may be the first of its chain starts anew on this error, and on no other. A checkpoint that is damaged,
-    incomplete or of another model raises something else.
+    """A checkpoint cannot be written or read; the message has the path, the rule and
+    the fix.
     """
 
 
-# --- one checkpoint ----------------------------------------------------------------------------------------------
+class NoCheckpointError(CheckpointError):
+    """There is nothing to load yet: the folder does not exist, or no save into it was
+    ever completed.
+
+    A job that may be the first of its chain starts anew on this error, and on no other.
+    A checkpoint that is damaged, incomplete or of another model raises something else.
+    """
+
+
+# --- one checkpoint -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StoredContents:
-    """`contents.json`: the fields of `fzero.checkpoint.saving.Contents` that are read again, and the chunks of all tensors."""
+    """`contents.json`: the fields of `fzero.checkpoint.saving.Contents` that are read
+    again, and the chunks of all tensors.
+    """
 
     numbers: dict[str, int | float]
     optimizer: dict[str, dict[str, str | list[str]] | None]
@@ -90,18 +97,24 @@ class _Manifest:
 
 def is_not_ours(path: Path, why: object) -> CheckpointError:
     """The error for a file of a checkpoint that cannot be one that fzero wrote."""
-    return CheckpointError(f"load: {path} must be what fzero wrote, and is not: {why}; take another checkpoint")
+    return CheckpointError(
+        f"load: {path} must be what fzero wrote, and is not: {why}; take another checkpoint"
+    )
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes the manifest of a checkpoint, with checksums of the files beside it and of itself."""
+    """Writes the manifest of a checkpoint, with checksums of the files beside it and of
+    itself.
+    """
     beside = {name: checksum_of(folder / name) for name in (METADATA, CONTENTS, CLIENT)}
     fields = {"format": FORMAT, **manifest, "files": beside}
     write_whole(folder / MANIFEST, json.dumps(fields | {"checksum": _checksum(fields)}).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises CheckpointError: it is not one of fzero, has a newer format, or was changed."""
+    """The manifest of a checkpoint. Raises CheckpointError: it is not one of fzero, has
+    a newer format, or was changed.
+    """
     path = folder / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
@@ -109,27 +122,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         is_newer = number > FORMAT
     except FileNotFoundError:
         raise CheckpointError(
-            f"load: {folder} must hold {MANIFEST}, and does not: it is not a checkpoint of fzero, or is incomplete; take another "
-            f"one, or fzero.load_weights for another library's"
+            f"load: {folder} must hold {MANIFEST}, and does not: it is not a checkpoint of fzero, "
+            f"or is incomplete; take another one, or fzero.load_weights for another library's"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise is_not_ours(path, repr(error)) from error
     if is_newer:
         raise CheckpointError(
-            f"load: the format of {folder} must be at most {FORMAT}, got {number}: a newer fzero wrote it ("
-            f"{manifest.get('fzero')}); update fzero"
+            f"load: the format of {folder} must be at most {FORMAT}, got {number}: a newer fzero "
+            f"wrote it ({manifest.get('fzero')}); update fzero"
         )
     if checksum != _checksum(manifest):
         raise CheckpointError(
-            f"load: {path} must have checksum {checksum}, got {_checksum(manifest)}: it is not what was written; take another "
-            f"checkpoint"
+            f"load: {path} must have checksum {checksum}, got {_checksum(manifest)}: it is not "
+            f"what was written; take another checkpoint"
         )
     _read(_Manifest, path, json.dumps(manifest).encode())
     return manifest
 
 
 def _read(kind: type[T], path: Path, content: bytes) -> T:
-    """The content of a file as a value of a kind; else a CheckpointError with the first place where it is not one."""
+    """The content of a file as a value of a kind; else a CheckpointError with the first
+    place where it is not one.
+    """
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
@@ -146,13 +161,15 @@ def check_beside(folder: Path, manifest: Mapping[str, Any]) -> None:
             found = None
         if found != checksum:
             raise CheckpointError(
-                f"load: {folder / name} must have checksum {checksum}, got {found}: it is not what was written; take another "
-                f"checkpoint"
+                f"load: {folder / name} must have checksum {checksum}, got {found}: it is not what "
+                f"was written; take another checkpoint"
             )
 
 
 def read_contents(folder: Path) -> StoredContents:
-    """The contents of a checkpoint besides its tensors. Raises as `read_manifest` and `check_beside`."""
+    """The contents of a checkpoint besides its tensors. Raises as `read_manifest` and
+    `check_beside`.
+    """
     check_beside(folder, read_manifest(folder))
     return _read(StoredContents, folder / CONTENTS, (folder / CONTENTS).read_bytes())
 
@@ -161,7 +178,7 @@ def _checksum(fields: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
-# --- a folder of them --------------------------------------------------------------------------------------------
+# --- a folder of them -----------------------------------------------------------------------------
 
 
 def find(path: Path) -> Path:
@@ -172,7 +189,9 @@ def find(path: Path) -> Path:
         CheckpointError: there is one, which cannot be read.
     """
     if not path.is_dir():
-        raise NoCheckpointError(f"load: {path} must be a folder, and there is none; pass the folder that was saved to")
+        raise NoCheckpointError(
+            f"load: {path} must be a folder, and there is none; pass the folder that was saved to"
+        )
     if (path / MANIFEST).exists():
         return path
     if (path / LATEST).exists():
@@ -181,8 +200,9 @@ def find(path: Path) -> Path:
             return path / name
         if (path / name / LATEST).exists():
             raise CheckpointError(
-                f"load: {path} must hold checkpoints, and holds tags of an engine; pass {path / name}, the tag that {LATEST!r} "
-                f"names, or call load_checkpoint of an engine"
+                f"load: {path} must hold checkpoints, and holds tags of an engine; pass "
+                f"{path / name}, the tag that {LATEST!r} names, or call load_checkpoint of an "
+                f"engine"
             )
         raise CheckpointError(
             f"load: {path / LATEST} must name a checkpoint in {path}, got {name!r}; pass one of "
@@ -190,48 +210,62 @@ def find(path: Path) -> Path:
         )
     if path.name.startswith((SAVING, REMOVING)) or (path / OWNER).exists():
         raise CheckpointError(
-            f"load: {path} must be complete, and was not written to its end; pass {path.parent}, whose {LATEST!r} names the last "
-            f"complete one"
+            f"load: {path} must be complete, and was not written to its end; pass {path.parent}, "
+            f"whose {LATEST!r} names the last complete one"
         )
     if lost := whole_ones(path):
         raise CheckpointError(
-            f"load: {path} must hold {LATEST!r}, which names one of its checkpoints, and it is missing; pass one of "
-            f"{[str(p) for p in lost]}, or write its name into {LATEST!r}"
+            f"load: {path} must hold {LATEST!r}, which names one of its checkpoints, and it is "
+            f"missing; pass one of {[str(p) for p in lost]}, or write its name into {LATEST!r}"
         )
     if theirs := _foreign(path):
         raise CheckpointError(
-            f"load: {path} must be written by fzero, and holds {theirs.name!r} of another program; take its weights with "
-            f"fzero.load_weights({str(path)!r}, step=step), pass the folder that holds {METADATA!r} itself, or load a DeepSpeed "
-            f"checkpoint with fzero.deepspeed.import_deepspeed"
+            f"load: {path} must be written by fzero, and holds {theirs.name!r} of another program; "
+            f"take its weights with fzero.load_weights({str(path)!r}, step=step), pass the folder "
+            f"that holds {METADATA!r} itself, or load a DeepSpeed checkpoint with "
+            f"fzero.deepspeed.import_deepspeed"
         )
     raise NoCheckpointError(
-        f"load: {path} must hold {LATEST!r} or {MANIFEST}, and holds {sorted(p.name for p in path.iterdir())[:4]}; pass the "
-        f"folder that was saved to"
+        f"load: {path} must hold {LATEST!r} or {MANIFEST}, and holds "
+        f"{sorted(p.name for p in path.iterdir())[:4]}; pass the folder that was saved to"
     )
 
 
 def _foreign(path: Path) -> Path | None:
-    """A file of weights or state that another program has written into the folder, or into a folder in it; else None."""
+    """A file of weights or state that another program has written into the folder, or
+    into a folder in it; else None.
+    """
     endings = (".distcp", ".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-    found = (p for p in (*path.iterdir(), *path.glob("[!.]*/*")) if p.name == ".metadata" or p.suffix in endings)
-    return min((p for p in found if p.is_file() and not p.parent.name.startswith((SAVING, REMOVING))), default=None)
+    found = (
+        p
+        for p in (*path.iterdir(), *path.glob("[!.]*/*"))
+        if p.name == ".metadata" or p.suffix in endings
+    )
+    return min(
+        (p for p in found if p.is_file() and not p.parent.name.startswith((SAVING, REMOVING))),
+        default=None,
+    )
 
 
 def latest_of(path: Path, latest: str = LATEST) -> str:
-    """The name in a file `latest`; a CheckpointError unless it is of an entry of the same folder."""
+    """The name in a file `latest`; a CheckpointError unless it is of an entry of the
+    same folder.
+    """
     file = path / latest
     try:
         return check_inside(file.read_bytes().decode().strip())
     except (OSError, ValueError) as error:
         why = "is not" if isinstance(error, UnicodeDecodeError) else error
         raise CheckpointError(
-            f"load: {file} must hold the name of a folder beside it, in UTF-8, and {why}; write the name into it, or pass the "
-            f"folder of one checkpoint"
+            f"load: {file} must hold the name of a folder beside it, in UTF-8, and {why}; write "
+            f"the name into it, or pass the folder of one checkpoint"
         ) from error
 
 
 def inside(folder: Path, name: str, told_by: Path) -> Path:
-    """The path of an entry of a folder, whose name comes from the file `told_by`; a CheckpointError if it leads out of it."""
+    """The path of an entry of a folder, whose name comes from the file `told_by`; a
+    CheckpointError if it leads out of it.
+    """
     try:
         return folder / check_inside(name)
     except ValueError as error:
@@ -239,14 +273,16 @@ def inside(folder: Path, name: str, told_by: Path) -> Path:
 
 
 def read_client(folder: Path) -> Any:
-    """The user's value in a checkpoint; a CheckpointError if the file is damaged, or needs code to be read."""
+    """The user's value in a checkpoint; a CheckpointError if the file is damaged, or
+    needs code to be read.
+    """
     path = folder / CLIENT
     try:
         return restored(load_tensors(path))
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise CheckpointError(
-            f"load: {path} must hold the value saved as client, and {error}; take another checkpoint, or only the weights of "
-            f"this one with fzero.load_weights"
+            f"load: {path} must hold the value saved as client, and {error}; take another "
+            f"checkpoint, or only the weights of this one with fzero.load_weights"
         ) from error
 
 
@@ -260,10 +296,12 @@ def whole_ones(path: Path) -> list[Path]:
 
 
 def begin(path: Path, step: int) -> Path:
-    """Removes leftovers of killed jobs, and makes a new folder to write the checkpoint after `step` updates to.
+    """Removes leftovers of killed jobs, and makes a new folder to write the checkpoint
+    after `step` updates to.
 
     Raises:
-        CheckpointError: another save to this folder is under way, or it cannot be written to.
+        CheckpointError: another save to this folder is under way, or it cannot be
+            written to.
     """
     try:
         claim(path)
@@ -273,8 +311,8 @@ def begin(path: Path, step: int) -> Path:
                 shutil.rmtree(left, ignore_errors=True)
             elif owner.host == Owner.this_process().host:
                 raise CheckpointError(
-                    f"save: no other save to {path} may be under way, and {owner} is writing {left.name}; wait() for it first, "
-                    f"pass it as after=, or save elsewhere"
+                    f"save: no other save to {path} may be under way, and {owner} is writing "
+                    f"{left.name}; wait() for it first, pass it as after=, or save elsewhere"
                 )
         folder = path / f"{SAVING}step-{step}-{uuid.uuid4().hex[:8]}"
         folder.mkdir()
@@ -295,10 +333,11 @@ _CLAIMED: set[Path] = set()
 
 
 def claim(path: Path) -> None:
-    """Makes a folder of checkpoints, and records this process as the one that saves there.
+    """Makes a folder of checkpoints, and records this process as the one that saves
+    there.
 
-    Whether an owner on another machine lives cannot be known: the last process to claim gets the folder, and the earlier one gets
-    the error at its next save.
+    Whether an owner on another machine lives cannot be known: the last process to claim
+    gets the folder, and the earlier one gets the error at its next save.
 
     Raises:
         CheckpointError: another job saves to this folder.
@@ -311,8 +350,8 @@ def claim(path: Path) -> None:
     is_taken = known in _CLAIMED and owner is not None
     if owner is not None and owner.may_live() and (is_taken or owner.host == me.host):
         raise CheckpointError(
-            f"save: only one job may save to {path}, and {owner} does too; nothing was written: give each job its own folder, "
-            f"or end that one"
+            f"save: only one job may save to {path}, and {owner} does too; nothing was written: "
+            f"give each job its own folder, or end that one"
         )
     write_whole(path / JOB, json.dumps(asdict(me)).encode())
     _CLAIMED.add(known)
@@ -347,11 +386,13 @@ def _owner_of(folder: Path, name: str = OWNER) -> Owner | None:
         return None
 
 
-# --- files -------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def checksum_of(path: Path, start: int = 0, nbytes: int | None = None) -> int:
-    """The CRC-32 of `nbytes` bytes of a file from `start` on; by default of all to its end."""
+    """The CRC-32 of `nbytes` bytes of a file from `start` on; by default of all to its
+    end.
+    """
     checksum, left = 0, path.stat().st_size - start if nbytes is None else nbytes
     with path.open("rb") as file:
         file.seek(start)
@@ -361,7 +402,8 @@ def checksum_of(path: Path, start: int = 0, nbytes: int | None = None) -> int:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file atomically: it is complete and on the disk, or absent. Whoever sees it may rename its folder at once.
+    """Writes a file atomically: it is complete and on the disk, or absent. Whoever sees
+    it may rename its folder at once.
 
     Raises:
         OSError: it cannot be written, or its temporary name is a link.
@@ -381,7 +423,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def flushed(folder: Path) -> Iterator[None]:
-    """On exit, flushes the entries of a folder to the disk, also if it has been renamed inside."""
+    """On exit, flushes the entries of a folder to the disk, also if it has been renamed
+    inside.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield
@@ -391,17 +435,22 @@ def flushed(folder: Path) -> Iterator[None]:
 
 
 def check_space(path: Path, nbytes_by_rank: Mapping[int, int]) -> None:
-    """Raises a CheckpointError if the disk, or the limit of one file's size, is too small for the files of all ranks."""
-    there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    """Raises a CheckpointError if the disk, or the limit of one file's size, is too
+    small for the files of all ranks.
+    """
+    there = next(
+        parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()
+    )
     disk, needed = os.statvfs(there), sum(nbytes_by_rank.values())
     free = disk.f_bavail * disk.f_frsize
     if needed > free:
         raise CheckpointError(
-            f"save: {path} must have {needed:,} bytes free, and has {free:,}; nothing was written: make space, or save elsewhere"
+            f"save: {path} must have {needed:,} bytes free, and has {free:,}; nothing was written: "
+            f"make space, or save elsewhere"
         )
     limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)[0], max(nbytes_by_rank.values())
     if limit != resource.RLIM_INFINITY and most > limit:
         raise CheckpointError(
-            f"save: a file of {most:,} bytes must be allowed, and RLIMIT_FSIZE is {limit:,}; nothing was written: raise it "
-            f"(ulimit -f), or save from more ranks"
+            f"save: a file of {most:,} bytes must be allowed, and RLIMIT_FSIZE is {limit:,}; "
+            f"nothing was written: raise it (ulimit -f), or save from more ranks"
         )

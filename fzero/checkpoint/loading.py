@@ -49,42 +49,59 @@ class Loaded(NamedTuple):
 def load(dir: str | Path, *, step: AnyStep) -> Loaded:
     """A state of `step` that continues from the one saved in `dir`; this rank's part.
 
-    Ranks, stage, mesh, units, parameter groups, dtypes and frozen parameters may differ from those of the saving job, under the
-    rules of `reshard`: every element is the same, and neither masters nor optimizer state may become narrower. Parameters that
-    were frozen and are now trained get new optimizer state; a warning on rank 0 names them. With the same number of ranks and
-    configuration, training continues bit for bit. A rank continues the random state of the same rank; a rank that the saving
-    job did not have starts as in `init`. Gradients are zeros.
+    Ranks, stage, mesh, units, parameter groups, dtypes and frozen parameters may differ
+    from those of the saving job, under the rules of `reshard`: every element is the
+    same, and neither masters nor optimizer state may become narrower. Parameters that
+    were frozen and are now trained get new optimizer state; a warning on rank 0 names
+    them. With the same number of ranks and configuration, training continues bit for
+    bit. A rank continues the random state of the same rank; a rank that the saving job
+    did not have starts as in `init`. Gradients are zeros.
 
-    *Collective:* every rank of the step; sends some numbers. Each rank reads the ranges that it holds, and checks their bytes.
+    *Collective:* every rank of the step; sends some numbers. Each rank reads the ranges
+    that it holds, and checks their bytes.
 
-    A folder that torch.distributed.checkpoint wrote for another job (FSDP2, DDP) is loaded, too, if it holds the model and the
-    optimizer (`get_model_state_dict` and `get_optimizer_state_dict`, under any two keys). The job's parameters are the masters.
-    Optimizer state and its counts continue; hyper-parameters are those of `step`, and the random state is as in `init`.
+    A folder that torch.distributed.checkpoint wrote for another job (FSDP2, DDP) is
+    loaded, too, if it holds the model and the optimizer (`get_model_state_dict` and
+    `get_optimizer_state_dict`, under any two keys). The job's parameters are the
+    masters. Optimizer state and its counts continue; hyper-parameters are those of
+    `step`, and the random state is as in `init`.
 
     Args:
-        dir: a folder of checkpoints, whose `latest` is loaded, or one checkpoint in it (`dir/step-500`).
+        dir: a folder of checkpoints, whose `latest` is loaded, or one checkpoint in it
+            (`dir/step-500`).
         step: to continue with, of the same model.
 
     Raises:
-        NoCheckpointError: on every rank: no save to `dir` was ever completed. It is a CheckpointError.
-        CheckpointError: on every rank: the checkpoint is incomplete, has a newer format, or differs from the bytes
-            written (the message has file and tensor).
-        ValueError: on every rank: the model or the optimizer differs, or a tensor would become narrower.
+        NoCheckpointError: on every rank: no save to `dir` was ever completed. It is a
+            CheckpointError.
+        CheckpointError: on every rank: the checkpoint is incomplete, has a newer
+            format, or differs from the bytes written (the message has file and tensor).
+        ValueError: on every rank: the model or the optimizer differs, or a tensor would
+            become narrower.
         CollectiveError: another rank died, or does not take part.
     """
     check_path("dir", dir)
     check_step(step)
     check_no_inference("load")
-    return load_by_ranks("fzero.load", dir, step, lambda path: path if is_torch_job(path) else files.find(path), _load)
+    return load_by_ranks(
+        "fzero.load",
+        dir,
+        step,
+        lambda path: path if is_torch_job(path) else files.find(path),
+        _load,
+    )
 
 
 def load_partly(dir: str | Path, *, step: AnyStep) -> tuple[Loaded, list[str]]:
-    """As `load`, also of a checkpoint without its frozen parameters (`save(without=…)`); returns their names, too.
+    """As `load`, also of a checkpoint without its frozen parameters
+    (`save(without=…)`); returns their names, too.
 
     The caller gives the state their values.
     """
     left: list[str] = []
-    return load_by_ranks("fzero.load", dir, step, files.find, partial(_load, left=left)), sorted({*left})
+    return load_by_ranks("fzero.load", dir, step, files.find, partial(_load, left=left)), sorted(
+        {*left}
+    )
 
 
 def load_by_ranks(
@@ -94,7 +111,9 @@ def load_by_ranks(
     find: Callable[[Path], Path],
     read: Callable[[Path, TrainStep, Scratch | None], Loaded],
 ) -> Loaded:
-    """Each rank's result of `read`, from the checkpoint that rank 0 finds. *Collective:* every rank of the step."""
+    """Each rank's result of `read`, from the checkpoint that rank 0 finds.
+    *Collective:* every rank of the step.
+    """
     if isinstance(step, LockstepRanks):
         loaded = step.on_each(lambda rank: load_by_ranks(call, dir, step.steps[rank], find, read))
         return loaded[0]._replace(state=step.joined([of_rank.state for of_rank in loaded]))
@@ -107,8 +126,12 @@ def load_by_ranks(
     return own._replace(state=placed(own.state, step, scratch))
 
 
-def placed(state: TrainState[Tensor], step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
-    """A state that was read, moved to the step's placements. *Collective* where there are files: raises if any failed."""
+def placed(
+    state: TrainState[Tensor], step: TrainStep, scratch: Scratch | None
+) -> TrainState[Tensor]:
+    """A state that was read, moved to the step's placements. *Collective* where there
+    are files: raises if any failed.
+    """
     if scratch is not None:
         agree(scratch, step.runtime.mesh.world)
     return place(state, step)
@@ -125,7 +148,9 @@ class Saved(NamedTuple):
     left_out: Sequence[str] = ()
 
 
-def _load(path: Path, step: TrainStep, scratch: Scratch | None, left: list[str] | None = None) -> Loaded:
+def _load(
+    path: Path, step: TrainStep, scratch: Scratch | None, left: list[str] | None = None
+) -> Loaded:
     """`left` receives the names of parameters that are not stored; None allows none."""
     if is_torch_job(path):
         return _load_torch_job(path, step, scratch)
@@ -135,8 +160,9 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None, left: list[str] 
     missing = contents.left_out
     if missing and left is None:
         raise files.CheckpointError(
-            f"load: {path} must hold all parameters, and was saved without {listed(missing)} (exclude_frozen_parameters); load "
-            f"it with load_checkpoint of an engine, whose model has them"
+            f"load: {path} must hold all parameters, and was saved without {listed(missing)} "
+            f"(exclude_frozen_parameters); load it with load_checkpoint of an engine, whose model "
+            f"has them"
         )
     (left if left is not None else []).extend(missing)
     numbers, optimizer, hook_states = contents.numbers, contents.optimizer, contents.hook_states
@@ -146,7 +172,8 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None, left: list[str] 
 
 
 def _warn_of_transforms(before: Mapping[str, str] | None, step: TrainStep) -> None:
-    """Warns on rank 0 of transforms with which the model computes other numbers than in the job that saved.
+    """Warns on rank 0 of transforms with which the model computes other numbers than in
+    the job that saved.
 
     Args:
         before: the settings of that job's transforms; None where it did not store them.
@@ -164,14 +191,17 @@ def _warn_of_transforms(before: Mapping[str, str] | None, step: TrainStep) -> No
         lines = [f"their order was {', '.join(before)} and is {', '.join(now)}"]
     if lines:
         warnings.warn(
-            f"load: the model had other transforms in the job that saved, so it computes other numbers of the same weights: "
-            f"{'; '.join(lines)}; pass the transforms of that job, unless you mean to change them",
+            f"load: the model had other transforms in the job that saved, so it computes other "
+            f"numbers of the same weights: {'; '.join(lines)}; pass the transforms of that job, "
+            f"unless you mean to change them",
             stacklevel=7,
         )
 
 
 def _first_difference(text: str | None, other: str | None) -> str:
-    """A transform's settings in a message: the first line that differs from the other text."""
+    """A transform's settings in a message: the first line that differs from the other
+    text.
+    """
     if text is None:
         return "not there"
     lines, others = text.splitlines(), (other or "").splitlines()
@@ -182,11 +212,14 @@ def _load_torch_job(path: Path, step: TrainStep, scratch: Scratch | None) -> Loa
     job = TorchJob(path, step.plan, step.runtime.aliases)
     if not job.counts_updates and step.runtime.rank == 0:
         warnings.warn(
-            f"load: {path} has no count of updates (SGD keeps none), so state.step is 1 and a learning-rate schedule starts "
-            f"there; give the state the right one, state._replace(step=…)",
+            f"load: {path} has no count of updates (SGD keeps none), so state.step is 1 and a "
+            f"learning-rate schedule starts there; give the state the right one, "
+            f"state._replace(step=…)",
             stacklevel=6,
         )
-    return Loaded(restored(Saved(job, job.numbers, job.optimizer, {}, False), step, scratch), None, path)
+    return Loaded(
+        restored(Saved(job, job.numbers, job.optimizer, {}, False), step, scratch), None, path
+    )
 
 
 def opened(folder: Path) -> tuple[files.StoredContents, DcpReader]:
@@ -197,27 +230,37 @@ def opened(folder: Path) -> tuple[files.StoredContents, DcpReader]:
     """
     contents = files.read_contents(folder)
     found = DcpReader(folder, map(Slice.of, contents.slices))
-    wanted = {layout.key_of("params", name) for name in (*contents.names.values(), *contents.optimizer)}
+    wanted = {
+        layout.key_of("params", name) for name in (*contents.names.values(), *contents.optimizer)
+    }
     for name, state in contents.optimizer.items():
         kept = [] if state is None else state.get("keeps")
-        if not isinstance(kept, list) or (state is not None and not isinstance(state.get("kind"), str)):
-            raise files.is_not_ours(folder / files.CONTENTS, f"optimizer.{name}: must have 'kind' and 'keeps'")
+        if not isinstance(kept, list) or (
+            state is not None and not isinstance(state.get("kind"), str)
+        ):
+            raise files.is_not_ours(
+                folder / files.CONTENTS, f"optimizer.{name}: must have 'kind' and 'keeps'"
+            )
         wanted |= {layout.key_of(path, name) for path in kept}
     left = {layout.key_of("params", name) for name in contents.left_out}
     if absent := sorted(wanted - found.stored.keys() - contents.numbers.keys() - left):
         raise files.is_not_ours(folder / files.CONTENTS, f"{absent[0]!r} is not stored beside it")
     if type(contents.numbers.get("state.step")) is not int:
-        raise files.is_not_ours(folder / files.CONTENTS, "numbers must have the number of updates, 'state.step'")
+        raise files.is_not_ours(
+            folder / files.CONTENTS, "numbers must have the number of updates, 'state.step'"
+        )
     return contents, found
 
 
 def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
     """A state of `step` that continues from a saved one; this rank's part.
 
-    A module buffer that is not in the model's `state_dict` may be missing; then the model's own value is used.
+    A module buffer that is not in the model's `state_dict` may be missing; then the
+    model's own value is used.
 
     Raises:
-        ValueError: the model or the optimizer differs, or a tensor would become narrower.
+        ValueError: the model or the optimizer differs, or a tensor would become
+            narrower.
         CheckpointError: a tensor cannot be read.
     """
     plan, rank, source = step.plan, step.runtime.rank, saved.source
@@ -227,7 +270,9 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
     _warn_of_frozen(plan, frozen, rank)
     numbers = chosen_numbers(layout.sources_of_numbers(plan, frozen), dict(saved.numbers))
     kept = {*step.runtime.stored_names.values()}
-    missing = [n for n in plan.buffers if n not in kept and layout.key_of("params", n) not in source.stored]
+    missing = [
+        n for n in plan.buffers if n not in kept and layout.key_of("params", n) not in source.stored
+    ]
     wanted: dict[str, list[StoredSlice]] = {}
     for quantity, parts in layout.parts_to_load(
         plan, rank, source.stored, without=(*missing, *saved.left_out), frozen=frozen
@@ -250,13 +295,24 @@ def _warn_of_frozen(plan: Plan, frozen: Collection[str], rank: int) -> None:
     trained = {name: b.trainable for b in plan.flat_buffers for name in b.layout.names}
     anew = [name for name, is_trained in trained.items() if is_trained and name in frozen]
     left = [name for name, is_trained in trained.items() if not is_trained and name not in frozen]
-    changes = [f"the optimizer state of {listed(anew)} begins anew, because it was not saved"] if anew else []
-    changes += [f"that of {listed(left)} is not loaded, because these are frozen now"] if left else []
+    changes = (
+        [f"the optimizer state of {listed(anew)} begins anew, because it was not saved"]
+        if anew
+        else []
+    )
+    changes += (
+        [f"that of {listed(left)} is not loaded, because these are frozen now"] if left else []
+    )
     if changes and rank == 0:
-        warnings.warn(f"load: other parameters were frozen in the job that saved: {'; '.join(changes)}", stacklevel=8)
+        warnings.warn(
+            f"load: other parameters were frozen in the job that saved: {'; '.join(changes)}",
+            stacklevel=8,
+        )
 
 
-def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[StoredSlice]], found: Source) -> None:
+def read_into(
+    state: TrainState[Tensor], groups: Iterable[Iterable[StoredSlice]], found: Source
+) -> None:
     """Reads parts of a state, group by group; parts of tensors in files one by one."""
     tensors = by_name(state)
     for parts in groups:
@@ -285,15 +341,16 @@ def _kept_own(step: TrainStep, hook_states: Mapping[str, str]) -> dict[str, Any]
     forgotten = [name for name in now if hook_states.get(name) != now[name]]
     if hook_states and forgotten:
         warnings.warn(
-            f"load: states of comm hooks (errors fed back) are dropped where ranks, flat buffers or comm hooks change: now "
-            f"{step.plan.comm_hooks} on {step.world_size} ranks",
+            f"load: states of comm hooks (errors fed back) are dropped where ranks, flat buffers "
+            f"or comm hooks change: now {step.plan.comm_hooks} on {step.world_size} ranks",
             stacklevel=4,
         )
     return {name: spec for name, spec in own.items() if name not in forgotten}
 
 
 def starts(dir: str | Path) -> dict[str, int]:
-    """When the optimizer state of each parameter in a checkpoint began, for `make_train_step(after=...)`.
+    """When the optimizer state of each parameter in a checkpoint began, for
+    `make_train_step(after=...)`.
 
     Args:
         dir: the folder of `fzero.save`, or that of one of its checkpoints.
@@ -302,7 +359,8 @@ def starts(dir: str | Path) -> dict[str, int]:
         CheckpointError: there is no checkpoint.
 
     Returns:
-        A number per parameter, equal for parameters whose optimizer states count the same updates.
+        A number per parameter, equal for parameters whose optimizer states count the
+        same updates.
     """
     if is_torch_job(Path(dir)):
         return starts_of(Path(dir))

@@ -1,4 +1,6 @@
-"""Checkpoints of other libraries: who knows their files registers a reader, which `load_weights` asks."""
+"""Checkpoints of other libraries: who knows their files registers a reader, which
+`load_weights` asks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ if TYPE_CHECKING:
     from fzero.checkpoint.loading import Source
 
 Reader = Callable[[Path], "Source | None"]
-"""Opens a checkpoint under the keys of fzero's own (`master.` and `model.` before names); None for a path of another kind."""
+"""Opens a checkpoint under the keys of fzero's own (`master.` and `model.` before
+names); None for a path of another kind.
+"""
 
 _READERS: list[Reader] = []
 

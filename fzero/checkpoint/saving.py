@@ -1,9 +1,11 @@
-"""`save`, `start_save`: write a training state so that a job of any size, stage or layout can load it.
+"""`save`, `start_save`: write a training state so that a job of any size, stage or
+layout can load it.
 
     fzero.save(state, "checkpoints", step=step, client={"samples": 4096}, keep=3)
 
-Every rank writes a file with its own parts of the state (`fzero.checkpoint.layout`, `fzero.checkpoint.dcp_format`). Rank 0 then
-adds the index, and makes the checkpoint visible in one rename (`fzero.checkpoint.folders`). Each rank reports its completion
+Every rank writes a file with its own parts of the state (`fzero.checkpoint.layout`,
+`fzero.checkpoint.dcp_format`). Rank 0 then adds the index, and makes the checkpoint
+visible in one rename (`fzero.checkpoint.folders`). Each rank reports its completion
 through a file, so that a save needs no collective while the next steps run.
 """
 
@@ -46,10 +48,14 @@ from fzero.step import TrainStep
 T = TypeVar("T")
 
 FEW_BYTES = 1 << 20
-"""Bytes of rank 0's files besides the tensors, without the parts that grow with the model."""
+"""Bytes of rank 0's files besides the tensors, without the parts that grow with the
+model.
+"""
 
 GRACE = 60.0
-"""Seconds for which an asynchronous save waits for other ranks after the main thread has ended."""
+"""Seconds for which an asynchronous save waits for other ranks after the main thread
+has ended.
+"""
 
 
 def save(
@@ -61,29 +67,38 @@ def save(
     keep: int | None = None,
     without: Collection[str] = (),
 ) -> Path:
-    """Saves a training state as a new checkpoint in `dir`, and returns when it is on the disk and `latest` names it.
+    """Saves a training state as a new checkpoint in `dir`, and returns when it is on
+    the disk and `latest` names it.
 
-    If the job is killed before that, `latest` still names the previous checkpoint. Each element is written once, by one of the
-    ranks that hold it; nothing is gathered. The files are those of torch.distributed.checkpoint, with the parameters as
-    `model.<name>`, which any job can load: `dcp.load({"model": tensors}, checkpoint_id=path)`.
+    If the job is killed before that, `latest` still names the previous checkpoint. Each
+    element is written once, by one of the ranks that hold it; nothing is gathered. The
+    files are those of torch.distributed.checkpoint, with the parameters as
+    `model.<name>`, which any job can load:
+    `dcp.load({"model": tensors}, checkpoint_id=path)`.
 
-    *Collective:* every rank of the step; sends some numbers. All ranks must see the same `dir`.
+    *Collective:* every rank of the step; sends some numbers. All ranks must see the
+    same `dir`.
 
     Args:
-        state: the state of this step; it is not changed. Simulated steps (`simulate`) have simulated states.
+        state: the state of this step; it is not changed. Simulated steps (`simulate`)
+            have simulated states.
         dir: a folder of checkpoints, which is made.
         step: the step that `state` belongs to.
-        client: other values to save, such as the position in the data: numbers, strings, containers, tensors, and values of the
-            standard library and numpy. The parts of other types are left out, with a warning that names them. Rank 0's is saved.
-        keep: the number of newest checkpoints to keep in `dir`; None keeps all. One more exists while the new one is written.
-        without: names of frozen parameters that are left out; `Engine.load_checkpoint` takes them from its own model.
+        client: other values to save, such as the position in the data: numbers,
+            strings, containers, tensors, and values of the standard library and numpy.
+            The parts of other types are left out, with a warning that names them. Rank
+            0's is saved.
+        keep: the number of newest checkpoints to keep in `dir`; None keeps all. One
+            more exists while the new one is written.
+        without: names of frozen parameters that are left out; `Engine.load_checkpoint`
+            takes them from its own model.
 
     Returns:
         The checkpoint's own folder, `dir/step-<updates>`, which `load` accepts as well.
 
     Raises:
-        CheckpointError: on every rank: the disk is too small (before anything is written), a file cannot be written, or
-            another save to `dir` is under way.
+        CheckpointError: on every rank: the disk is too small (before anything is
+            written), a file cannot be written, or another save to `dir` is under way.
         ValueError: the state is not one of `step`.
         CollectiveError: another rank died, or does not take part.
     """
@@ -105,10 +120,12 @@ def start_save(
     keep: int | None = None,
     after: Saving | None = None,
 ) -> Saving:
-    """Starts to save a training state, and returns when this rank's part of it is copied to host memory.
+    """Starts to save a training state, and returns when this rank's part of it is
+    copied to host memory.
 
-    The state may then be passed to the next step, whose collectives are not disturbed. The checkpoint becomes visible when all
-    ranks have written their parts, even without a call of `wait`.
+    The state may then be passed to the next step, whose collectives are not disturbed.
+    The checkpoint becomes visible when all ranks have written their parts, even without
+    a call of `wait`.
 
         saving = None
         for batch in loader:
@@ -117,10 +134,12 @@ def start_save(
                 saving = fzero.start_save(state, "checkpoints", step=step, after=saving)
         saving.wait()
 
-    *Collective*, arguments and errors as for `save`; but errors during the write are raised by `wait`.
+    *Collective*, arguments and errors as for `save`; but errors during the write are
+    raised by `wait`.
 
     Args:
-        after: an earlier save to wait for first, so that its errors are raised and only one copy is in memory.
+        after: an earlier save to wait for first, so that its errors are raised and only
+            one copy is in memory.
     """
     if isinstance(step, LockstepRanks):
         raise ValueError("start_save: step must be of real ranks, got a simulated one; call save")
@@ -145,11 +164,14 @@ class Saving:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank has written its part, or failed to; the rest may take longer."""
+        """Whether this rank has written its part, or failed to; the rest may take
+        longer.
+        """
         return self._is_written.is_set()
 
     def wait(self) -> Path:
-        """Returns the checkpoint's folder when it is on the disk and `latest` names it. *Collective:* sends some numbers.
+        """Returns the checkpoint's folder when it is on the disk and `latest` names it.
+        *Collective:* sends some numbers.
 
         Raises:
             CheckpointError: on every rank; the incomplete checkpoint is removed.
@@ -169,13 +191,17 @@ class Saving:
     def _end(self) -> Path | CheckpointError:
         self._is_written.wait()
         try:
-            problems = collectives.exchange(report_of(self._problem), self._axis, label=Label("save"))
+            problems = collectives.exchange(
+                report_of(self._problem), self._axis, label=Label("save")
+            )
         except BaseException:
             self._given_up.set()
             raise
         if not any(problems):  # all parts are written, so rank 0's thread will end
             self._thread.join()
-            problems = collectives.exchange(report_of(self._problem), self._axis, label=Label("save"))
+            problems = collectives.exchange(
+                report_of(self._problem), self._axis, label=Label("save")
+            )
         if any(problems):
             self._given_up.set()
             self._thread.join()
@@ -200,13 +226,15 @@ class Saving:
             self._problem = error
             if isinstance(error, OSError | RuntimeError) and not isinstance(error, CheckpointError):
                 self._problem = CheckpointError(
-                    f"save: {self._writer.folder} must be a folder that all ranks can write to, got {error}; make space on the "
-                    f"disk, or save to a folder that all ranks see"
+                    f"save: {self._writer.folder} must be a folder that all ranks can write to, "
+                    f"got {error}; make space on the disk, or save to a folder that all ranks see"
                 )
         return None
 
     def _all_are_there(self) -> bool:
-        """Waits for the parts of all ranks; False if the save has failed, or the wait has timed out after the program's end."""
+        """Waits for the parts of all ranks; False if the save has failed, or the wait
+        has timed out after the program's end.
+        """
         ends, pause = float("inf"), 0.001
         while not all(self._writer.part(rank).exists() for rank in range(self._axis.size)):
             if not threading.main_thread().is_alive():
@@ -252,14 +280,19 @@ class Contents(NamedTuple):
     """The contents of a checkpoint besides its tensors.
 
     Attributes:
-        stored, aliases: the tensors that ranks store together, by key; and their other keys (`layout.stored_by`).
-        numbers, optimizer, hook_states: see `numbers_by_name`, `kinds_of` and `describe_hook_states` of `layout`.
-        names: the keys of the model's state dict, each with the name under which its tensor is stored.
-        rates, loss_scaling: the learning rate of each parameter's next update, and the rules of the loss scale; for other
-            programs, since fzero's steps have their own.
+        stored, aliases: the tensors that ranks store together, by key; and their other
+            keys (`layout.stored_by`).
+        numbers, optimizer, hook_states: see `numbers_by_name`, `kinds_of` and
+            `describe_hook_states` of `layout`.
+        names: the keys of the model's state dict, each with the name under which its
+            tensor is stored.
+        rates, loss_scaling: the learning rate of each parameter's next update, and the
+            rules of the loss scale; for other programs, since fzero's steps have their
+            own.
         stage, mesh, scales_dynamically: those of the job.
         left_out: the frozen parameters that are not stored.
-        transforms: the settings of the model's transforms (`AllChanges.compared`); None where they are not known.
+        transforms: the settings of the model's transforms (`AllChanges.compared`); None
+            where they are not known.
     """
 
     stored: Mapping[str, Stored]
@@ -278,20 +311,32 @@ class Contents(NamedTuple):
 
 
 def _contents(
-    step: TrainStep, numbers: dict[str, float | int], rates: dict[str, float], without: Collection[str]
+    step: TrainStep,
+    numbers: dict[str, float | int],
+    rates: dict[str, float],
+    without: Collection[str],
 ) -> Contents:
-    """The contents of a checkpoint, as one rank's plan knows them: in a pipeline those of its stage."""
+    """The contents of a checkpoint, as one rank's plan knows them: in a pipeline those
+    of its stage.
+    """
     plan, runtime, scaling = step.plan, step.runtime, step.runtime.rules.scaling
     stored, aliases = layout.stored_by(plan, runtime.aliases)
     left = {layout.key_of("params", name) for name in without}
     return Contents(
         {key: like for key, like in stored.items() if key not in left},
         {key: first for key, first in aliases.items() if first not in left},
-        layout.numbers_by_name(plan, numbers), layout.kinds_of(plan), layout.describe_hook_states(plan),
-        {key: name for key, name in runtime.stored_names.items() if name not in without}, rates,
-        asdict(scaling), plan.row.number, step.mesh.axes, scaling.dynamic, sorted(without),
+        layout.numbers_by_name(plan, numbers),
+        layout.kinds_of(plan),
+        layout.describe_hook_states(plan),
+        {key: name for key, name in runtime.stored_names.items() if name not in without},
+        rates,
+        asdict(scaling),
+        plan.row.number,
+        step.mesh.axes,
+        scaling.dynamic,
+        sorted(without),
         runtime.changes.compared,
-    )  # fmt: skip
+    )
 
 
 def _of_all_stages(own: Contents, step: TrainStep) -> Contents:
@@ -303,25 +348,47 @@ def _of_all_stages(own: Contents, step: TrainStep) -> Contents:
     for theirs in collectives.exchange(mine, step.runtime.world, label=Label("save")):
         for name in fields:
             merged[name] |= theirs[name]
-    merged["stored"] = {key: Stored(tuple(shape), dtype) for key, (shape, dtype) in merged["stored"].items()}
+    merged["stored"] = {
+        key: Stored(tuple(shape), dtype) for key, (shape, dtype) in merged["stored"].items()
+    }
     place = {name: index for index, name in enumerate(step.runtime.job.names)}
     merged["names"] = dict(sorted(merged["names"].items(), key=lambda item: place[item[0]]))
     return own._replace(**merged)
 
 
 def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
-    """The learning rate of each parameter's next update; empty where the schedule raises because it has ended."""
+    """The learning rate of each parameter's next update; empty where the schedule
+    raises because it has ended.
+    """
     try:
         rates = [float(rate(num_updates)) for rate in step.runtime.updater.rates]
     except Exception:
         return {}
-    return {name: rates[b.group] for b in step.plan.flat_buffers if b.trainable for name in b.layout.names}
+    return {
+        name: rates[b.group]
+        for b in step.plan.flat_buffers
+        if b.trainable
+        for name in b.layout.names
+    }
 
 
-def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Contents, client: bytes) -> Path:
-    """Writes the index of the tensors in `folder`, and makes it the latest checkpoint in `path`."""
+def publish(
+    folder: Path, path: Path, slices: Sequence[Slice], contents: Contents, client: bytes
+) -> Path:
+    """Writes the index of the tensors in `folder`, and makes it the latest checkpoint
+    in `path`.
+    """
     write_metadata(folder, slices, contents.stored, contents.aliases)
-    fields = ("numbers", "optimizer", "hook_states", "names", "rates", "loss_scaling", "left_out", "transforms")
+    fields = (
+        "numbers",
+        "optimizer",
+        "hook_states",
+        "names",
+        "rates",
+        "loss_scaling",
+        "left_out",
+        "transforms",
+    )
     index = {name: getattr(contents, name) for name in fields} | {"slices": slices}
     files.write_whole(folder / files.CONTENTS, json.dumps(index).encode())
     files.write_whole(folder / files.CLIENT, client)
@@ -350,18 +417,26 @@ def _started(
     copies: bool,
     without: Collection[str] = (),
 ) -> Saving:
-    """Makes the temporary folder, and starts to write, from copies or from the state itself."""
+    """Makes the temporary folder, and starts to write, from copies or from the state
+    itself.
+    """
     axis, job = step.runtime.world, step.runtime.job
 
     def prepare() -> list[StoredSlice]:
         step.runtime.check_state(state)
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(
-                f"keep: must be a whole number, at least 1, or None for all, got {keep!r}; pass the number of checkpoints to keep"
+                f"keep: must be a whole number, at least 1, or None for all, got {keep!r}; pass "
+                f"the number of checkpoints to keep"
             )
-        frozen = {name for b in step.plan.flat_buffers if not b.trainable for name in b.layout.names}
+        frozen = {
+            name for b in step.plan.flat_buffers if not b.trainable for name in b.layout.names
+        }
         if others := sorted(set(without) - frozen):
-            raise ValueError(f"without: must name frozen parameters of the model, got {others[0]!r}; leave it out")
+            raise ValueError(
+                f"without: must name frozen parameters of the model, got {others[0]!r}; leave it "
+                f"out"
+            )
         left = {layout.key_of("params", name) for name in without}
         own = layout.own_specs(step.plan, step.specs.rng)
         parts = layout.parts_to_save(step.plan, step.runtime.rank, own)
@@ -370,7 +445,9 @@ def _started(
     meet("fzero.start_save" if copies else "fzero.save", axis)
     check_same_folder(axis, path, "save")
     parts = together(axis, prepare)
-    nbytes = dict(enumerate(collectives.exchange(layout.nbytes_of(parts), axis, label=Label("save"))))
+    nbytes = dict(
+        enumerate(collectives.exchange(layout.nbytes_of(parts), axis, label=Label("save")))
+    )
     content = of_rank_0(axis, lambda: content_of(client))
 
     def begin() -> str:
@@ -381,20 +458,29 @@ def _started(
     # The writer reads tensors in files one range after the other.
     fragments: list[Fragment] = [(part, layout.span(tensors[part.tensor], part)) for part in parts]
     if copies:
-        fragments = together(axis, lambda: [(part, flat[:].to("cpu", copy=True)) for part, flat in fragments])
+        fragments = together(
+            axis, lambda: [(part, flat[:].to("cpu", copy=True)) for part, flat in fragments]
+        )
     folder = Path(of_rank_0(axis, begin))
     rates = _rates_of(step, int(state.step))
     contents = partial(_contents, step, numbers_of(state), rates, frozenset(without))
     whole = _of_all_stages(contents(), step) if job.names else None
-    writer = _Writer(folder, path, step, content, keep, contents if whole is None else lambda: whole)
+    writer = _Writer(
+        folder, path, step, content, keep, contents if whole is None else lambda: whole
+    )
     return Saving(writer, axis, fragments)
 
 
 def content_of(client: Any) -> bytes:
-    """The bytes of a user's value, which can be read without running code; warns of the parts that are not kept as they are."""
+    """The bytes of a user's value, which can be read without running code; warns of the
+    parts that are not kept as they are.
+    """
     stored, lines = plain(client)
     if lines:
-        text = "client: holds values that a file without code cannot hold; {}; store numbers, strings, lists, dicts and tensors"
+        text = (
+            "client: holds values that a file without code cannot hold; {}; store numbers, "
+            "strings, lists, dicts and tensors"
+        )
         warnings.warn(text.format("; ".join(lines[:20])), stacklevel=6)
     content = io.BytesIO()
     torch.save(stored, content)

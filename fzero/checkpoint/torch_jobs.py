@@ -1,10 +1,13 @@
-"""`TorchJob`: model and optimizer of another PyTorch job (FSDP2, DDP), saved with torch.distributed.checkpoint.
+"""`TorchJob`: model and optimizer of another PyTorch job (FSDP2, DDP), saved with
+torch.distributed.checkpoint.
 
     dcp.save({"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
 
-The files hold `model.<parameter>` and `optim.state.<parameter>.<tensor>`. Other words may stand for "model" and "optim", and
-dicts may enclose them. The tensors are read under the keys of fzero's own checkpoints, so that the rules of `fzero.load` apply.
-The sharded parameters are also the masters. Hyper-parameters and other values of the job are pickles, which are not read.
+The files hold `model.<parameter>` and `optim.state.<parameter>.<tensor>`. Other words
+may stand for "model" and "optim", and dicts may enclose them. The tensors are read
+under the keys of fzero's own checkpoints, so that the rules of `fzero.load` apply. The
+sharded parameters are also the masters. Hyper-parameters and other values of the job
+are pickles, which are not read.
 """
 
 from __future__ import annotations
@@ -33,13 +36,18 @@ OTHER_WORDS = {"momentum": "momentum_buffer"}
 
 
 def is_torch_job(folder: Path) -> bool:
-    """Whether a folder is a checkpoint that torch.distributed.checkpoint has written for another program."""
+    """Whether a folder is a checkpoint that torch.distributed.checkpoint has written
+    for another program.
+    """
     ours = (files.MANIFEST, files.CONTENTS, files.OWNER)
-    return (folder / files.METADATA).is_file() and not any((folder / name).exists() for name in ours)
+    return (folder / files.METADATA).is_file() and not any(
+        (folder / name).exists() for name in ours
+    )
 
 
 class TorchJob:
-    """One checkpoint, read for a plan. `fzero.checkpoint.loading.Saved` documents `numbers` and `optimizer`.
+    """One checkpoint, read for a plan. `fzero.checkpoint.loading.Saved` documents
+    `numbers` and `optimizer`.
 
     Args:
         folder: with a `.metadata`.
@@ -47,23 +55,33 @@ class TorchJob:
         aliases: the other names of tied parameters, each with the first one.
 
     Attributes:
-        stored: shape and dtype of each tensor, by the key that fzero's own checkpoint would have.
+        stored: shape and dtype of each tensor, by the key that fzero's own checkpoint
+            would have.
 
     Raises:
-        CheckpointError: the folder has no parameter of this model, or no optimizer state.
+        CheckpointError: the folder has no parameter of this model, or no optimizer
+            state.
         ValueError: the optimizer kept other tensors.
     """
 
     def __init__(self, folder: Path, plan: Plan, aliases: Mapping[str, str]) -> None:
         self.folder, self._reader, self._plan = folder, _reader(folder), plan
-        there, names = self._reader.stored, [n for buffer in plan.flat_buffers for n in buffer.layout.names]
+        there, names = (
+            self._reader.stored,
+            [n for buffer in plan.flat_buffers for n in buffer.layout.names],
+        )
         self._known = {name: name for name in (*names, *plan.buffers)} | dict(aliases)
         parts = {key: [m.end() for m in re.finditer(r"^|\.", key)] for key in there}
-        self._weights = self._prefix("the parameters", ((k[:at], k[at:]) for k in there for at in parts[k]))
+        self._weights = self._prefix(
+            "the parameters", ((k[:at], k[at:]) for k in there for at in parts[k])
+        )
         states = ((k, m) for k in there for m in re.finditer(r"(?<![^.])state\.", k))
         state_of = [(k[: m.start()], k[m.end() :].rpartition(".")[0], k) for k, m in states]
-        self._optimizer = self._prefix("the optimizer state", ((prefix, name) for prefix, name, _ in state_of))
-        self._kept: dict[str, dict[str, str]] = defaultdict(dict)  # per parameter: the key of each tensor of its state
+        self._optimizer = self._prefix(
+            "the optimizer state", ((prefix, name) for prefix, name, _ in state_of)
+        )
+        # per parameter: the key of each tensor of its state
+        self._kept: dict[str, dict[str, str]] = defaultdict(dict)
         for prefix, name, key in state_of:
             if prefix == self._optimizer and name in self._known:
                 self._kept[self._known[name]][key.rpartition(".")[2]] = key
@@ -82,16 +100,19 @@ class TorchJob:
         if not fit or (len(fit) > 1 and len(usual) != 1):
             got = f"found under each of {sorted(fit)}" if fit else "not found"
             raise CheckpointError(
-                f"load: {self.folder} must hold what get_model_state_dict and get_optimizer_state_dict of "
-                f"torch.distributed.checkpoint return, under two keys, and {what} of this model were {got}; save them so, or "
-                f"take the weights alone with fzero.load_weights"
+                f"load: {self.folder} must hold what get_model_state_dict and "
+                f"get_optimizer_state_dict of torch.distributed.checkpoint return, under two keys, "
+                f"and {what} of this model were {got}; save them so, or take the weights alone "
+                f"with fzero.load_weights"
             )
         return (usual if len(fit) > 1 else fit)[0]
 
     def _all_keys(self) -> Iterator[tuple[str, str]]:
         """The key of each tensor in a checkpoint of fzero, and its key here."""
         for key in self._reader.stored:
-            if key.startswith(self._weights) and not (self._kept and key.startswith(f"{self._optimizer}state.")):
+            if key.startswith(self._weights) and not (
+                self._kept and key.startswith(f"{self._optimizer}state.")
+            ):
                 name = key.removeprefix(self._weights)
                 yield key_of("params", self._known.get(name, name)), key
         for name, kind in self.optimizer.items():
@@ -111,9 +132,10 @@ class TorchJob:
             is_empty = wanted <= {"step"}  # a parameter without elements has no moments here
             if (wanted - kept) - {"step"} or (not is_empty and (kept - wanted) - {"step"}):
                 raise ValueError(
-                    f"load: the optimizer of parameter {name!r} must keep the same tensors in both jobs, and kept "
-                    f"{', '.join(sorted(kept))} in the saving job and keeps {', '.join(sorted(wanted))} in this one; load only "
-                    f"the weights with fzero.load_weights"
+                    f"load: the optimizer of parameter {name!r} must keep the same tensors in both "
+                    f"jobs, and kept {', '.join(sorted(kept))} in the saving job and keeps "
+                    f"{', '.join(sorted(wanted))} in this one; load only the weights with "
+                    f"fzero.load_weights"
                 )
             found[name] = kind
         return found
@@ -128,8 +150,12 @@ class TorchJob:
             for name in tensors.buffer.layout.names
             if self.optimizer[name] is not None
         }
-        values = _scalars(self._reader, {*self._counts, *(key for key in wanted.values() if key is not None)})
-        numbers: dict[str, float | int] = {ours: values.get(key or "", 1.0) for ours, key in wanted.items()}
+        values = _scalars(
+            self._reader, {*self._counts, *(key for key in wanted.values() if key is not None)}
+        )
+        numbers: dict[str, float | int] = {
+            ours: values.get(key or "", 1.0) for ours, key in wanted.items()
+        }
         num_updates = int(max((values[key] for key in self._counts), default=1))
         return numbers | {"state.step": num_updates, "state.loss_scale.scale": 1.0}
 
@@ -145,7 +171,9 @@ class TorchJob:
 
     def read(self, fragments: Iterable[Fragment]) -> None:
         """See `fzero.checkpoint.loading.Source`."""
-        self._reader.read((replace(part, key=self._keys[part.key]), flat) for part, flat in fragments)
+        self._reader.read(
+            (replace(part, key=self._keys[part.key]), flat) for part, flat in fragments
+        )
 
 
 def starts_of(folder: Path) -> dict[str, int]:

@@ -1,4 +1,5 @@
-"""`load_weights`, `save_16bit_model`, `export`: weights to and from files of other libraries.
+"""`load_weights`, `save_16bit_model`, `export`: weights to and from files of other
+libraries.
 
     state = fzero.load_weights("model.safetensors", step=step)      # weights only: the rest starts as in init
     fzero.checkpoint.save_16bit_model(state, "out", step=step)        # for from_pretrained
@@ -63,18 +64,21 @@ def save_16bit_model(
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     max_file_nbytes: int = 5 * 10**9,
 ) -> None:
-    """Writes the weights as safetensors files, named and indexed as `from_pretrained` of transformers expects them.
+    """Writes the weights as safetensors files, named and indexed as `from_pretrained`
+    of transformers expects them.
 
-    A tied weight is stored under its first name; the files' metadata holds the others. Files of an earlier export in `out` are
-    replaced when the new ones are complete.
+    A tied weight is stored under its first name; the files' metadata holds the others.
+    Files of an earlier export in `out` are replaced when the new ones are complete.
 
-    *Collective:* every rank; sends as much as `step.gather`. Rank 0 writes, and holds one unit at a time.
+    *Collective:* every rank; sends as much as `step.gather`. Rank 0 writes, and holds
+    one unit at a time.
 
     Args:
         state: the state of this step.
         out: a folder, which is made.
         step: the step.
-        dtype: of the parameters; None is the model's own if that has 16 bits, else bfloat16. Module buffers keep theirs.
+        dtype: of the parameters; None is the model's own if that has 16 bits, else
+            bfloat16. Module buffers keep theirs.
         max_file_nbytes: the most bytes in one file, unless one tensor is larger.
 
     Raises:
@@ -97,10 +101,14 @@ def save_16bit_model(
     }
     views: Iterator[Mapping[str, Tensor]] = chain(runtime.full_weights(state), (state.buffers,))
     if step.data_rank == 0:
-        names, forms, views = runtime.job.streamed(names, {n: (x.shape, x.dtype) for n, x in stored.items()}, views)
+        names, forms, views = runtime.job.streamed(
+            names, {n: (x.shape, x.dtype) for n, x in stored.items()}, views
+        )
         stored = {name: Stored(tuple(shape), dtype) for name, (shape, dtype) in forms.items()}
     keys, aliases = _first_keys(names)
-    exported = Export(Path(out), {key: stored[name] for name, key in keys.items()}, max_file_nbytes, aliases)
+    exported = Export(
+        Path(out), {key: stored[name] for name, key in keys.items()}, max_file_nbytes, aliases
+    )
     problem = None
     try:
         if step.rank == 0:
@@ -110,7 +118,8 @@ def save_16bit_model(
                         exported.write(keys[name], tensors[name])
     except OSError as error:
         problem = (
-            f"save_16bit_model: {out} must be a folder that can be written to, got {error}; make space, or pass another"
+            f"save_16bit_model: {out} must be a folder that can be written to, got {error}; "
+            f"make space, or pass another"
         )
     for _ in views:  # all ranks must finish the gathers, also after an error on rank 0
         pass
@@ -121,19 +130,25 @@ def save_16bit_model(
 
 
 def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
-    """A new state of `step` with weights from files; this rank's part. Counters, optimizer state and the rest are as in `init`.
+    """A new state of `step` with weights from files; this rank's part. Counters,
+    optimizer state and the rest are as in `init`.
 
-    *Collective:* every rank of the step; sends some numbers. Each rank reads the ranges that it holds.
+    *Collective:* every rank of the step; sends some numbers. Each rank reads the ranges
+    that it holds.
 
     Args:
-        path: a `.safetensors` file; a state dict that torch.save wrote; a folder of such files, with an index if there are
-            several; a checkpoint of torch.distributed.checkpoint with the parameters under `model.<name>` or `<name>`; or a
-            checkpoint of fzero or DeepSpeed, whose masters are used where there are any.
-        step: to continue with. Module buffers that are not stored keep the model's own values.
+        path: a `.safetensors` file; a state dict that torch.save wrote; a folder of
+            such files, with an index if there are several; a checkpoint of
+            torch.distributed.checkpoint with the parameters under `model.<name>` or
+            `<name>`; or a checkpoint of fzero or DeepSpeed, whose masters are used
+            where there are any.
+        step: to continue with. Module buffers that are not stored keep the model's own
+            values.
 
     Raises:
         CheckpointError: on every rank: the path cannot be read.
-        ValueError: on every rank: a parameter is missing, has another shape, or is not the model's.
+        ValueError: on every rank: a parameter is missing, has another shape, or is not
+            the model's.
 
     Returns:
         The state.
@@ -155,7 +170,8 @@ def export(
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     max_file_nbytes: int = 5 * 10**9,
 ) -> None:
-    """Writes the weights of a checkpoint as safetensors files, as `save_16bit_model` does, in a single process.
+    """Writes the weights of a checkpoint as safetensors files, as `save_16bit_model`
+    does, in a single process.
 
     Only one tensor is in memory at a time, and no model is needed.
 
@@ -170,7 +186,9 @@ def export(
     tensors = {}
     for name, key in first.items():
         like = found.stored[f"model.{name}"]
-        tensors[key] = Stored(like.shape, exported_dtype(like.dtype, dtype) if name in params else like.dtype)
+        tensors[key] = Stored(
+            like.shape, exported_dtype(like.dtype, dtype) if name in params else like.dtype
+        )
     with Export(Path(out), tensors, max_file_nbytes, aliases) as exported:
         for name, key in first.items():
             source = next(k for k in (f"master.{name}", f"model.{name}") if k in found.stored)
@@ -178,7 +196,9 @@ def export(
 
 
 def _first_keys(names: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The first key of each tensor of a state dict, by its name; and the first one of each other key."""
+    """The first key of each tensor of a state dict, by its name; and the first one of
+    each other key.
+    """
     first = {name: key for key, name in reversed(names.items())}
     return first, {key: first[name] for key, name in names.items() if first[name] != key}
 
@@ -196,14 +216,18 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
         found = next((key for key in candidates if key in source.stored), None)
         if found is not None:
             keys[name] = found
-    known = {prefix + name for prefix in prefixes for name in (*names, *aliases, *step.runtime.job.names)}
+    known = {
+        prefix + name for prefix in prefixes for name in (*names, *aliases, *step.runtime.job.names)
+    }
     # Keys without the prefix of parameters are other values of the job.
     prefix = "model." if any(key.startswith("model.") for key in source.stored) else ""
-    unknown = [k for k in source.stored if k not in known and k.startswith(prefix) and not is_added(k)]
+    unknown = [
+        k for k in source.stored if k not in known and k.startswith(prefix) and not is_added(k)
+    ]
     if unknown:
         raise ValueError(
-            f"load: {unknown[0]!r} must be of this model, and is not ({len(unknown)} such names); take the weights of "
-            f"the same model"
+            f"load: {unknown[0]!r} must be of this model, and is not ({len(unknown)} such names); "
+            f"take the weights of the same model"
         )
     rank = step.runtime.rank
     state = blank(step, rank, {"state.step": 0}, keeps_scale=False, files=scratch)
@@ -211,7 +235,9 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
     for name, value in step.runtime.builder.values(missing, None, None).items():
         state.buffers[name].copy_(value)
     read_into(state, parts_of_weights(step.plan, rank, source.stored, keys), source)
-    return state._replace(optimizer=step.runtime.builder.optimizer(rank, state.params, state.master, scratch))
+    return state._replace(
+        optimizer=step.runtime.builder.optimizer(rank, state.params, state.master, scratch)
+    )
 
 
 def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
@@ -234,5 +260,7 @@ def _files_of(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"load: {index} must be an index of files, got {error!r}; take another folder") from error
+        raise CheckpointError(
+            f"load: {index} must be an index of files, got {error!r}; take another folder"
+        ) from error
     return [files.inside(index.parent, name, index) for name in names]

@@ -1,4 +1,5 @@
-"""The commands `fzero plan --model 7B --world 64` and `fzero profile --model 100M --sequence 256`.
+"""The commands `fzero plan --model 7B --world 64` and
+`fzero profile --model 100M --sequence 256`.
 
 Each returns 0, or 1 after one line on stderr for an invalid request.
 """
@@ -39,7 +40,17 @@ from fzero.profiling.profiler import OF_MANY_RANKS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
+SCALES = {
+    "": 1.0,
+    "K": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "KI": 2.0**10,
+    "MI": 2.0**20,
+    "GI": 2.0**30,
+    "TI": 2.0**40,
+}
 
 PLAN = """bytes on a rank and bytes sent, for all stages and placements beside each other; or what fits.
 
@@ -72,9 +83,13 @@ def nbytes(word: str) -> float:
     >>> nbytes("80GB"), nbytes("1.5 KiB"), nbytes("2e9")
     (80000000000.0, 1536.0, 2000000000.0)
     """
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?", word.strip().upper().replace("E", "e"))
+    match = re.fullmatch(
+        r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?", word.strip().upper().replace("E", "e")
+    )
     if match is None or match[2] not in SCALES:
-        raise argparse.ArgumentTypeError(f"must be a number of bytes, as 80GB, 64GiB or 8e10, got {word!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a number of bytes, as 80GB, 64GiB or 8e10, got {word!r}"
+        )
     return float(match[1]) * SCALES[match[2]]
 
 
@@ -96,7 +111,9 @@ def positive(word: str) -> float:
 
 
 def parser_of(name: str, description: str, examples: str, **how: Any) -> Parser:
-    """A parser whose help keeps its line breaks and ends with examples; `how` are further arguments of argparse."""
+    """A parser whose help keeps its line breaks and ends with examples; `how` are
+    further arguments of argparse.
+    """
     how |= {"description": description, "epilog": examples}
     return Parser(prog=f"fzero {name}", formatter_class=argparse.RawDescriptionHelpFormatter, **how)
 
@@ -105,14 +122,31 @@ def plan_model(arguments: list[str]) -> int:
     """`fzero plan`."""
     parser = parser_of("plan", PLAN, PLAN_EXAMPLES)
     _add_model(parser)
-    parser.add_argument("--world", type=count, default=1, metavar="N", help="number of ranks (default 1)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the model is (default cuda)")
-    parser.add_argument("--picture", metavar="FILE", help="draw the bytes on the device over a step (needs matplotlib)")
-    answers = "also count what a rank holds while it generates --batch answers of T tokens, with their prompts"
+    parser.add_argument(
+        "--world", type=count, default=1, metavar="N", help="number of ranks (default 1)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="where the model is (default cuda)",
+    )
+    parser.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="draw the bytes on the device over a step (needs matplotlib)",
+    )
+    answers = (
+        "also count what a rank holds while it generates --batch answers of T tokens, with "
+        "their prompts"
+    )
     parser.add_argument("--generate", type=count, metavar="T", help=answers)
     pipes = parser.add_argument_group("pipelines")
     pipes.add_argument(
-        "--pipe", type=count, metavar="P", help="plan a pipeline of P stages (give --sequence or --sample)"
+        "--pipe",
+        type=count,
+        metavar="P",
+        help="plan a pipeline of P stages (give --sequence or --sample)",
     )
     orders = "its order: gpipe, 1f1b, zero_bubble or interleaved:V (default 1f1b)"
     pipes.add_argument("--order", metavar="NAME", help=orders)
@@ -123,10 +157,16 @@ def plan_model(arguments: list[str]) -> int:
     fits.add_argument("--fit", type=nbytes, metavar="BYTES", help=what)
     fits.add_argument("--host", type=nbytes, metavar="BYTES", help="host memory of a rank")
     fits.add_argument("--disk", type=nbytes, metavar="BYTES", help="room for files of a rank")
-    fits.add_argument("--nvme", metavar="PATH", help="a folder on a local disk; without one no files are tried")
+    fits.add_argument(
+        "--nvme", metavar="PATH", help="a folder on a local disk; without one no files are tried"
+    )
     fits.add_argument("--out", metavar="FILE", help="write the configuration that fits as JSON")
     rates = parser.add_argument_group("rates of one rank per second, for the seconds of a step")
-    rates.add_argument("--rates", metavar="FILE", help="what fzero env --json printed; those given here go before them")
+    rates.add_argument(
+        "--rates",
+        metavar="FILE",
+        help="what fzero env --json printed; those given here go before them",
+    )
     for name, (field, what) in RATES.items():
         default = f"default {getattr(MachineModel(), field):.0e}"
         rates.add_argument(f"--{name}", type=positive, metavar="RATE", help=f"{what} ({default})")
@@ -140,7 +180,9 @@ def plan_model(arguments: list[str]) -> int:
         if getattr(given, flag) is not None and given.pipe is None:
             parser.error(f"--{flag.replace('_', '-')} is for a pipeline: give --pipe P beside it")
     if given.pipe is not None and given.sequence is None and not given.sample:
-        parser.error("--pipe needs the work of each layer: give a batch, --sequence T or --sample pkg.mod:fn")
+        parser.error(
+            "--pipe needs the work of each layer: give a batch, --sequence T or --sample pkg.mod:fn"
+        )
     if given.pipe is not None and given.out:
         parser.error("--out writes a configuration, which has no stages: leave it out, or --pipe")
     return print_result(lambda: _plan(given), given.json)
@@ -160,9 +202,14 @@ RATES = {
 def _machine(given: argparse.Namespace) -> MachineModel:
     """The rates of a file, overridden by those of single flags."""
     machine = MachineModel() if given.rates is None else rates_from(given.rates).machine
-    own = {field: getattr(given, name) for name, (field, _) in RATES.items() if getattr(given, name) is not None}
+    own = {
+        field: getattr(given, name)
+        for name, (field, _) in RATES.items()
+        if getattr(given, name) is not None
+    }
     if "flops" in own:
-        own |= dict.fromkeys(("flops_fp32", "attention", "attention_fp32"))  # rates for every dtype and operator
+        # rates for every dtype and operator
+        own |= dict.fromkeys(("flops_fp32", "attention", "attention_fp32"))
     if "memory" in own:
         own |= dict.fromkeys(("pointwise", "pointwise_fp32", "update", "update_fp32"))
     return replace(machine, **own)
@@ -173,25 +220,42 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
         package("matplotlib", needed_by="--picture")
     found = named(given.model)
     batch, batch_text = _batch(given, found, given.world)
-    how = {"world_size": given.world, "batch": batch, "machine": _machine(given), "device": given.device}
+    how = {
+        "world_size": given.world,
+        "batch": batch,
+        "machine": _machine(given),
+        "device": given.device,
+    }
     if given.pipe is not None:
         return _plan_pipe(given, found, batch, batch_text)
     if given.generate is not None:
         answers = Answers(_num_rows(given, given.world)[0], given.generate)
         how["answers"] = answers
-        batch_text = ", ".join(filter(None, (batch_text, f"generating {answers.rows} × {answers.tokens} tokens")))
+        batch_text = ", ".join(
+            filter(None, (batch_text, f"generating {answers.rows} × {answers.tokens} tokens"))
+        )
     if given.fit is None:
         compared = compare_plans(found.model, given.config, **how)
         if given.picture:
-            _draw(given.picture, f"{found.description}, {compared.given}", compared[compared.given].step)
+            _draw(
+                given.picture,
+                f"{found.description}, {compared.given}",
+                compared[compared.given].step,
+            )
         return _under(found, batch_text, compared), _subject(found, batch_text) | compared.as_dict()
     host, disk = (inf if nbytes is None else nbytes for nbytes in (given.host, given.disk))
-    how |= {"device_nbytes": given.fit, "host_nbytes": host, "disk_nbytes": disk, "nvme_path": given.nvme}
+    how |= {
+        "device_nbytes": given.fit,
+        "host_nbytes": host,
+        "disk_nbytes": disk,
+        "nvme_path": given.nvme,
+    }
     with _progress() as progress:
         fitting = fit(found.model, given.config, progress=progress, **how)
     if fitting.best is None:
         print_report(fitting, stderr=True)
-    data = _subject(found, batch_text) | {"config": fitting.config} | fitting.as_dict()  # an error where nothing fits
+    # an error where nothing fits
+    data = _subject(found, batch_text) | {"config": fitting.config} | fitting.as_dict()
     if given.out:
         with _writing("--out", given.out):
             fitting.save(given.out)
@@ -202,7 +266,9 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Inside, a bar on stderr counts configurations; there is none where stderr is no terminal."""
+    """Inside, a bar on stderr counts configurations; there is none where stderr is no
+    terminal.
+    """
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("configurations")
@@ -234,8 +300,17 @@ def profile_model(arguments: list[str]) -> int:
     parser = parser_of("profile", PROFILE, PROFILE_EXAMPLES)
     _add_model(parser)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
-    parser.add_argument("--depth", type=int, default=-1, metavar="D", help="of the deepest modules shown (default all)")
-    top, trace = "largest classes named of each depth (default 1)", "also write a chrome trace of a step, of --config"
+    parser.add_argument(
+        "--depth",
+        type=int,
+        default=-1,
+        metavar="D",
+        help="of the deepest modules shown (default all)",
+    )
+    top, trace = (
+        "largest classes named of each depth (default 1)",
+        "also write a chrome trace of a step, of --config",
+    )
     parser.add_argument("--top", type=count, default=1, metavar="K", help=top)
     parser.add_argument("--trace", metavar="FILE", help=f"{trace} on this process alone")
     given = parser.parse_args(arguments)
@@ -257,7 +332,8 @@ def _profile(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]
             step = make_train_step(model, changed(keys, OF_MANY_RANKS))
             with _writing("--trace", given.trace):
                 save_trace(given.trace, step, step.init(), batch)
-    except (RuntimeError, AssertionError) as error:  # torch: no such device, no memory, a batch that does not fit
+    except (RuntimeError, AssertionError) as error:
+        # torch: no such device, no memory, a batch that does not fit
         raise ModelError(
             f"profile: {found.description} on {given.device!r} gave {type(error).__name__}: {error}"
         ) from error
@@ -273,22 +349,34 @@ def _with_values(x: Any, device: str) -> Any:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="MODEL", help="see above")
-    parser.add_argument("--config", metavar="FILE", help="fzero's or DeepSpeed's JSON (default: bf16 and AdamW)")
+    parser.add_argument(
+        "--config", metavar="FILE", help="fzero's or DeepSpeed's JSON (default: bf16 and AdamW)"
+    )
     samples = "samples of a micro-step (default: those of the configuration, or 1)"
     parser.add_argument("--batch", type=count, metavar="B", help=samples)
-    parser.add_argument("--sequence", type=count, metavar="T", help="tokens of a sample; counts activations")
-    parser.add_argument("--sample", metavar="pkg.mod:fn", help="a function that makes a batch, instead of the two")
+    parser.add_argument(
+        "--sequence", type=count, metavar="T", help="tokens of a sample; counts activations"
+    )
+    parser.add_argument(
+        "--sample", metavar="pkg.mod:fn", help="a function that makes a batch, instead of the two"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
 
 
-def _batch(given: argparse.Namespace, found: NamedModel, world_size: int | None = None) -> tuple[Any, str]:
-    """One micro-batch, and its description; without a number of ranks its size is that of a configured micro-batch."""
+def _batch(
+    given: argparse.Namespace, found: NamedModel, world_size: int | None = None
+) -> tuple[Any, str]:
+    """One micro-batch, and its description; without a number of ranks its size is that
+    of a configured micro-batch.
+    """
     if given.sample:
         return sample_from(given.sample), f"the batch of {given.sample}"
     if given.sequence is None:
         return None, ""
     size, source = _num_rows(given, world_size)
-    return sample_of(found.model, size, given.sequence), f"micro-batch of {size} × {given.sequence} tokens ({source})"
+    return sample_of(
+        found.model, size, given.sequence
+    ), f"micro-batch of {size} × {given.sequence} tokens ({source})"
 
 
 def _num_rows(given: argparse.Namespace, world_size: int | None) -> tuple[int, str]:
@@ -296,7 +384,11 @@ def _num_rows(given: argparse.Namespace, world_size: int | None) -> tuple[int, s
     if given.batch is not None:
         return given.batch, "--batch"
     cfg = quietly(keys_of(given.config))
-    size = cfg.train_micro_batch_size_per_gpu if world_size is None else cfg.batch_sizes(world_size).micro
+    size = (
+        cfg.train_micro_batch_size_per_gpu
+        if world_size is None
+        else cfg.batch_sizes(world_size).micro
+    )
     return size or 1, "the configuration" if size else "the default"
 
 
@@ -319,7 +411,9 @@ def _save(path: str, picture: Figure) -> None:
         picture.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         rule = "a file that can be written, of a format that matplotlib has"
-        raise ModelError(f"--picture: must be {rule}, got {path!r} ({error}); pass another, as in peak.png") from error
+        raise ModelError(
+            f"--picture: must be {rule}, got {path!r} ({error}); pass another, as in peak.png"
+        ) from error
 
 
 @contextmanager
@@ -328,11 +422,15 @@ def _writing(flag: str, path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ModelError(f"{flag}: must be a file that can be written, got {path!r} ({error}); pass another") from error
+        raise ModelError(
+            f"{flag}: must be a file that can be written, got {path!r} ({error}); pass another"
+        ) from error
 
 
 def print_result(make: Callable[[], tuple[RenderableType, dict[str, Any]]], as_json: bool) -> int:
-    """Prints the result as text or JSON and returns 0; an error is one line on stderr, and 1."""
+    """Prints the result as text or JSON and returns 0; an error is one line on stderr,
+    and 1.
+    """
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ConfigWarning)

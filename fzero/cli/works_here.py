@@ -1,7 +1,9 @@
-"""`fzero test`: in a minute, whether fzero works in this environment, and what is slow here.
+"""`fzero test`: in a minute, whether fzero works in this environment, and what is slow
+here.
 
-The command starts ranks as a job would; each runs `CHECKS` in order and appends the result of each to a file, so that the
-report also names the check in which a rank ended or hung. On a machine with GPUs the same checks run on these, too.
+The command starts ranks as a job would; each runs `CHECKS` in order and appends the
+result of each to a file, so that the report also names the check in which a rank ended
+or hung. On a machine with GPUs the same checks run on these, too.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Found(Exception):
         self.note, self.slow = note, slow
 
 
-# --- the checks of a rank ----------------------------------------------------------------------------------------
+# --- the checks of a rank -------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -110,14 +112,18 @@ def rows_of(step: int, device: torch.device, num_ranks: int) -> Tensor:
     return torch.randn(num_ranks * ROWS, WIDTH, generator=generator).to(device)
 
 
-def trained(job: Job, stage: int, more: dict[str, Any] | None = None, **how: Any) -> tuple[fzero.TrainStep, Any]:
+def trained(
+    job: Job, stage: int, more: dict[str, Any] | None = None, **how: Any
+) -> tuple[fzero.TrainStep, Any]:
     """A step and its state after some steps."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0} | (more or {})
     cfg = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "zero_optimization": zero}
     step = fzero.make_train_step(model_of(job.device), cfg, loss_fn=loss_of, **how)
     state = step.init()
     for number in range(NUM_STEPS):
-        state, _ = step(state, rows_of(number, job.device, job.axis.size).chunk(job.axis.size)[job.axis.rank])
+        state, _ = step(
+            state, rows_of(number, job.device, job.axis.size).chunk(job.axis.size)[job.axis.rank]
+        )
     return step, state
 
 
@@ -129,16 +135,27 @@ def collectives(job: Job) -> None:
     expected = full.chunk(axis.size)[axis.rank]
     assert torch.equal(shard, expected), f"a shard is {shard.tolist()}, must be {expected.tolist()}"
     gathered = fzero.gather(shard, specs, axis)
-    assert torch.equal(gathered, full), f"all-gather gives {gathered.tolist()}, must be {full.tolist()}"
+    assert torch.equal(gathered, full), (
+        f"all-gather gives {gathered.tolist()}, must be {full.tolist()}"
+    )
     own = full * (axis.rank + 1)
     mean = fzero.reduce_scatter_grads(own, specs, axis)
     wanted = expected * (axis.size + 1) / 2
-    assert torch.allclose(mean, wanted), f"reduce-scatter gives {mean.tolist()}, must be {wanted.tolist()}"
+    assert torch.allclose(mean, wanted), (
+        f"reduce-scatter gives {mean.tolist()}, must be {wanted.tolist()}"
+    )
     if axis.size == 1:
         raise Found("one rank: nothing was sent")
     rate, latency = gather_rate(axis, job.device)
-    busy = "more ranks than free cores, or a slow network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
-    slow = f"a collective of one element takes {latency * 1e3:.1f} ms: {busy}" if latency > 2e-3 else ""
+    busy = (
+        "more ranks than free cores, or a slow network interface (GLOO_SOCKET_IFNAME, "
+        "NCCL_SOCKET_IFNAME)"
+    )
+    slow = (
+        f"a collective of one element takes {latency * 1e3:.1f} ms: {busy}"
+        if latency > 2e-3
+        else ""
+    )
     slow = slow or (f"gathers move {rate / 1e9:.2f} GB/s: {busy}" if rate < 2e8 else "")
     raise Found(f"all-gather {rate / 1e9:.2f} GB/s, one element {latency * 1e6:.0f} μs", slow)
 
@@ -159,7 +176,9 @@ def stage(job: Job, number: int) -> None:
     step, state = trained(job, number)
     weights = step.gather(state)
     off = distance(weights, job.reference)
-    assert off < 1e-4, f"the weights differ from the plain loop's by {off:.1e} (relative to the largest)"
+    assert off < 1e-4, (
+        f"the weights differ from the plain loop's by {off:.1e} (relative to the largest)"
+    )
     job.of_stages[number] = weights
     same = all(torch.equal(weights[name], value) for name, value in job.of_stages[0].items())
     assert same, "the weights are not those of stage 0, bit for bit"
@@ -181,8 +200,14 @@ def saving(job: Job) -> None:
     loaded, _, _ = fzero.load(job.folder / "checkpoints", step=step)
     seconds = time.perf_counter() - began
     after = step.gather(loaded)
-    assert all(torch.equal(after[name], value) for name, value in before.items()), "other weights were loaded"
-    slow = "" if seconds < 5 else f"a small checkpoint takes {seconds:.1f} s: another disk for --path may be faster"
+    assert all(torch.equal(after[name], value) for name, value in before.items()), (
+        "other weights were loaded"
+    )
+    slow = (
+        ""
+        if seconds < 5
+        else f"a small checkpoint takes {seconds:.1f} s: another disk for --path may be faster"
+    )
     raise Found(f"{seconds:.2f} s", slow)
 
 
@@ -199,7 +224,9 @@ def one_graph(job: Job) -> None:
     off = distance(step.gather(state), job.of_stages[3])
     assert off < 1e-4, f"the weights differ by {off:.1e} from those of an eager step"
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    raise Found("" if compiler else "no C++ compiler was found: on the CPU pass compile_backend='aot_eager'")
+    raise Found(
+        "" if compiler else "no C++ compiler was found: on the CPU pass compile_backend='aot_eager'"
+    )
 
 
 CHECKS: dict[str, Callable[[Job], None]] = {
@@ -214,7 +241,9 @@ CHECKS: dict[str, Callable[[Job], None]] = {
 
 
 def on_rank(folder: Path, device: str, num_ranks: int) -> int:
-    """The program of each rank: appends the result of every check to its file. *Collective.*"""
+    """The program of each rank: appends the result of every check to its file.
+    *Collective.*
+    """
     written = folder / f"{device}.{os.environ.get('RANK', '0')}.jsonl"
     job: Job | None = None
 
@@ -222,7 +251,11 @@ def on_rank(folder: Path, device: str, num_ranks: int) -> int:
         nonlocal job
         axis = fzero.join(device)
         assert axis.size == num_ranks, f"{axis.size} ranks have joined, must be {num_ranks}"
-        here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        here = (
+            torch.device(device, torch.cuda.current_device())
+            if device == "cuda"
+            else torch.device(device)
+        )
         job = Job(axis, here, folder, {}, {})
 
     for name, check in {"ranks join": join, **CHECKS}.items():
@@ -241,14 +274,18 @@ def on_rank(folder: Path, device: str, num_ranks: int) -> int:
     return 0
 
 
-# --- the command -------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test(arguments: list[str]) -> int:
     """`fzero test`; 1 when something fails."""
     parser = parser_of("test", WHAT, EXAMPLES)
-    parser.add_argument("--num_procs", type=count, default=2, metavar="N", help="ranks on the CPU (default 2)")
-    parser.add_argument("--path", help="a folder for a checkpoint of a few kB (default: a temporary one)")
+    parser.add_argument(
+        "--num_procs", type=count, default=2, metavar="N", help="ranks on the CPU (default 2)"
+    )
+    parser.add_argument(
+        "--path", help="a folder for a checkpoint of a few kB (default: a temporary one)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
     results: list[Result] = []
@@ -262,7 +299,9 @@ def test(arguments: list[str]) -> int:
             results.append(Result("GPU", "cuda", "not here", 0.0, "torch sees no GPU"))
         return report(results), {"results": [asdict(result) for result in results]}
 
-    return print_result(make, given.json) or int(any(result.outcome == "fails" for result in results))
+    return print_result(make, given.json) or int(
+        any(result.outcome == "fails" for result in results)
+    )
 
 
 def _devices(num_procs: int) -> Iterator[tuple[str, int]]:
@@ -273,8 +312,26 @@ def _devices(num_procs: int) -> Iterator[tuple[str, int]]:
 
 def run(folder: Path, device: str, num_ranks: int) -> list[Result]:
     """Starts the ranks; the results of each check, of the rank that fares worst."""
-    program = ["--no_python", sys.executable, "-m", "fzero.cli.works_here", str(folder), device, str(num_ranks)]
-    command = [sys.executable, "-m", "fzero", "run", "--timeout", "30", "--num_procs", str(num_ranks), *program]
+    program = [
+        "--no_python",
+        sys.executable,
+        "-m",
+        "fzero.cli.works_here",
+        str(folder),
+        device,
+        str(num_ranks),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "fzero",
+        "run",
+        "--timeout",
+        "30",
+        "--num_procs",
+        str(num_ranks),
+        *program,
+    ]
     with (folder / f"{device}.log").open("w") as out:
         try:
             code = subprocess.run(
@@ -291,10 +348,17 @@ def results_of(folder: Path, device: str, num_ranks: int, end: str) -> list[Resu
     Args:
         end: how the ranks ended, for a check that has no result.
     """
-    lines, found = [_lines(folder / f"{device}.{rank}.jsonl") for rank in range(num_ranks)], list[Result]()
+    lines, found = (
+        [_lines(folder / f"{device}.{rank}.jsonl") for rank in range(num_ranks)],
+        list[Result](),
+    )
     for index, name in enumerate(("ranks join", *CHECKS)):
         of_ranks = [results[index] for results in lines if index < len(results)]
-        worst = max(of_ranks, key=lambda one: (one.outcome == "fails", bool(one.slow), one.seconds), default=None)
+        worst = max(
+            of_ranks,
+            key=lambda one: (one.outcome == "fails", bool(one.slow), one.seconds),
+            default=None,
+        )
         is_whole = len(of_ranks) == num_ranks
         if worst is not None and (is_whole or worst.outcome == "fails"):
             found.append(worst)
@@ -307,7 +371,11 @@ def results_of(folder: Path, device: str, num_ranks: int, end: str) -> list[Resu
 
 
 def _lines(path: Path) -> list[Result]:
-    return [Result(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def report(results: list[Result]) -> RenderableType:
@@ -317,14 +385,21 @@ def report(results: list[Result]) -> RenderableType:
     table.add_column("")
     for result in results:
         slow = ", slow" if result.slow else ""
-        table.add_row(result.check, result.device, result.outcome + slow, f"{result.seconds:.2f}", result.note)
+        table.add_row(
+            result.check, result.device, result.outcome + slow, f"{result.seconds:.2f}", result.note
+        )
     lines = [f"slow: {result.check}: {result.slow}" for result in results if result.slow]
     here = platform_here(has_gpu=torch.cuda.is_available())
     lines.append(f"{here.name}: {here.status} ({here.note})")
-    lines += [f"no test has run on {what}" for what in untested_versions(torch.__version__, platform.python_version())]
+    lines += [
+        f"no test has run on {what}"
+        for what in untested_versions(torch.__version__, platform.python_version())
+    ]
     failed = sum(result.outcome == "fails" for result in results)
     lines.append(
-        f"{failed} of {len(results)} checks fail; `fzero env` describes this machine" if failed else "all works"
+        f"{failed} of {len(results)} checks fail; `fzero env` describes this machine"
+        if failed
+        else "all works"
     )
     return Group(table, "", *lines)
 

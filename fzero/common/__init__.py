@@ -1,5 +1,5 @@
-"""Small tools for all rooms: tables as text, byte units, ranges for profilers, counts of operations, checks of
-arguments, files that are safe to read and write.
+"""Small tools for all rooms: tables as text, byte units, ranges for profilers, counts
+of operations, checks of arguments, files that are safe to read and write.
 
 May import: sharding. Begin with `fzero.common.arguments`.
 """

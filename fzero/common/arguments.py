@@ -1,4 +1,5 @@
-"""Checks of arguments at the start of a call, so that an error names the wrong argument.
+"""Checks of arguments at the start of a call, so that an error names the wrong
+argument.
 
 A check costs less than the call.
 """
@@ -15,7 +16,9 @@ from torch import nn
 
 
 def refuse(field: str, rule: str, value: object, fix: str) -> NoReturn:
-    """Raises a ValueError that names the field, the rule, the value in few words, and the fix."""
+    """Raises a ValueError that names the field, the rule, the value in few words, and
+    the fix.
+    """
     raise ValueError(f"{field}: must be {rule}, got {shown(value)}; {fix}")
 
 
@@ -39,7 +42,9 @@ def _kind(value: object) -> str:
 
 
 def check_model(model: object, field: str = "model") -> None:
-    """Raises unless it is a module whose parts each have one name; a class of modules or a list of modules is not one."""
+    """Raises unless it is a module whose parts each have one name; a class of modules
+    or a list of modules is not one.
+    """
     if isinstance(model, nn.Module):
         _check_parts(model, field)
         return
@@ -52,7 +57,9 @@ def check_model(model: object, field: str = "model") -> None:
 
 
 def _check_parts(model: nn.Module, field: str) -> None:
-    """Raises for parts that PyTorch itself does not find by name: equal modules, and names with dots."""
+    """Raises for parts that PyTorch itself does not find by name: equal modules, and
+    names with dots.
+    """
     alone = "compare modules by identity: leave __eq__ and __hash__ out of the class"
     try:
         every, found = [*model.named_modules(remove_duplicate=False)], dict(model.named_modules())
@@ -64,18 +71,24 @@ def _check_parts(model: nn.Module, field: str) -> None:
     for name, module in every:
         if isinstance(module, torch.jit.ScriptModule):  # its parts are listed in another way
             continue
-        for what, held in ("parameter", module._parameters), ("buffer", module._buffers), ("module", module._modules):
+        for what, held in (
+            ("parameter", module._parameters),
+            ("buffer", module._buffers),
+            ("module", module._modules),
+        ):
             if dotted := [key for key in held if "." in key]:
                 raise ValueError(
-                    f"{field}: names of parameters, buffers and modules must have no dots, which stand between modules, got the "
-                    f"{what} {dotted[0]!r} in {name or 'the model itself'} ({type(module).__name__}); replace them, with _ say"
+                    f"{field}: names of parameters, buffers and modules must have no dots, which "
+                    f"stand between modules, got the {what} {dotted[0]!r} in "
+                    f"{name or 'the model itself'} ({type(module).__name__}); replace them, with _ "
+                    f"say"
                 )
         if id(module) not in by_identity:
             same = next(other for other, first in found.items() if first == module)
             raise ValueError(
-                f"{field}: its modules must differ from each other, but {same!r} and {name!r} are equal by the __eq__ of "
-                f"{type(module).__name__}, so PyTorch leaves the second out of model.parameters(), and it would not be trained; "
-                f"{alone}"
+                f"{field}: its modules must differ from each other, but {same!r} and {name!r} are "
+                f"equal by the __eq__ of {type(module).__name__}, so PyTorch leaves the second out "
+                f"of model.parameters(), and it would not be trained; {alone}"
             )
 
 
@@ -102,14 +115,20 @@ def check_callable(field: str, value: object, what: str, *, optional: bool = Fal
 
 
 def check_names(field: str, names: object) -> None:
-    """Raises unless it is None or a collection of strings; a single string would be read as its letters."""
+    """Raises unless it is None or a collection of strings; a single string would be
+    read as its letters.
+    """
     if names is None:
         return
     if isinstance(names, str):
         refuse(field, "a list of names", names, f"pass [{names!r}]")
-    for name in names if isinstance(names, Iterable) and not isinstance(names, nn.Module) else [names]:
+    for name in (
+        names if isinstance(names, Iterable) and not isinstance(names, nn.Module) else [names]
+    ):
         if not isinstance(name, str):
-            refuse(field, "a list of names", name, "pass names of modules, as of model.named_modules()")
+            refuse(
+                field, "a list of names", name, "pass names of modules, as of model.named_modules()"
+            )
 
 
 def check_whole(field: str, value: object, least: int) -> None:
@@ -119,7 +138,9 @@ def check_whole(field: str, value: object, least: int) -> None:
 
 
 def check_path(field: str, path: object) -> None:
-    """Raises unless it is a path, also one of another class (`os.PathLike`); an empty path would be the current folder."""
+    """Raises unless it is a path, also one of another class (`os.PathLike`); an empty
+    path would be the current folder.
+    """
     if not isinstance(path, str | PathLike) or not fspath(path):
         refuse(field, "a path", path, "pass one, '.' for the present folder")
 
@@ -134,8 +155,9 @@ def check_no_inference(what: str) -> None:
     """Raises inside torch.inference_mode(), whose tensors cannot be trained afterwards."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            f"{what}: must be called outside of torch.inference_mode(), whose tensors cannot be trained, got a call inside; "
-            f"call it before or after the block (torch.no_grad() will do)"
+            f"{what}: must be called outside of torch.inference_mode(), whose tensors cannot be "
+            f"trained, got a call inside; call it before or after the block (torch.no_grad() will "
+            f"do)"
         )
 
 
@@ -143,6 +165,7 @@ def refuse_without_grad(what: str) -> NoReturn:
     """Raises because autograd is off, so that there would be no gradients."""
     check_no_inference(what)
     raise RuntimeError(
-        f"{what}: must be called with gradients enabled, got a call inside torch.no_grad() or set_grad_enabled(False); call "
-        f"it outside, or use step.evaluate(state, batch) for a loss without gradients"
+        f"{what}: must be called with gradients enabled, got a call inside torch.no_grad() or "
+        f"set_grad_enabled(False); call it outside, or use step.evaluate(state, batch) for a loss "
+        f"without gradients"
     )

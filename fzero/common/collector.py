@@ -1,4 +1,6 @@
-"""`collector_paused`: Python's garbage collector is off while a function makes many objects that all stay."""
+"""`collector_paused`: Python's garbage collector is off while a function makes many
+objects that all stay.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Inside, or in a function that it decorates, the collector does not run; it would follow all new objects again and again."""
+    """Inside, or in a function that it decorates, the collector does not run; it would
+    follow all new objects again and again.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,6 @@
-"""Public names of a package that are imported at their first use (PEP 562), so that `import fzero` loads no other module."""
+"""Public names of a package that are imported at their first use (PEP 562), so that
+`import fzero` loads no other module.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def door(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def door(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """The `__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
         package: the `__name__` of the package.
-        modules: the public names, by the module that defines them, relative to the package; `there:here` where it has another
-            name there. Under the key "" stand names of modules, which are not in `__all__`.
+        modules: the public names, by the module that defines them, relative to the
+            package; `there:here` where it has another name there. Under the key ""
+            stand names of modules, which are not in `__all__`.
 
     >>> __getattr__, __dir__, __all__ = door("collections", {"abc": "Mapping Sequence"})
     >>> __getattr__("Mapping").__module__
@@ -24,7 +29,9 @@ def door(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any]
     ...
     AttributeError: module 'collections' has no attribute 'Maping'
     """
-    words = ((module, word.split(":")) for module, names in modules.items() for word in names.split())
+    words = (
+        (module, word.split(":")) for module, names in modules.items() for word in names.split()
+    )
     homes = {names[-1]: (module, names[0]) for module, names in words}
 
     def get(name: str) -> Any:
@@ -37,7 +44,8 @@ def door(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any]
         return value
 
     def listed() -> list[str]:
-        own = {name for name in vars(sys.modules[package]) if name.startswith("__")}  # not `door` and `TYPE_CHECKING`
+        # not `door` and `TYPE_CHECKING`
+        own = {name for name in vars(sys.modules[package]) if name.startswith("__")}
         return sorted(own | {*homes})
 
     return get, listed, sorted(name for name, (home, _) in homes.items() if home)

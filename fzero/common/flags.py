@@ -1,4 +1,6 @@
-"""A parser of command lines whose error about an unknown flag names the nearest known one."""
+"""A parser of command lines whose error about an unknown flag names the nearest known
+one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ UNKNOWN = "unrecognized arguments: "  # the start of argparse's message, which l
 
 
 class Parser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser`, whose error about an unknown flag names the nearest known one.
+    """`argparse.ArgumentParser`, whose error about an unknown flag names the nearest
+    known one.
 
     Args:
         also: other words for flags that users may try, with the flag that each means.
@@ -44,9 +47,13 @@ class Parser(argparse.ArgumentParser):
         """Ends the process with code 2, after the message and the nearest flags."""
         if message.startswith(UNKNOWN):
             words: Sequence[str] = message.removeprefix(UNKNOWN).split()
-        else:  # if an argument is missing, all words are flags of this parser: none belongs to a script
+        else:
+            # if an argument is missing, all words are flags of this parser: none belongs to a
+            # script
             words = self._words if "required" in message else ()
-        for word in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
+        for word in dict.fromkeys(
+            word.partition("=")[0] for word in words if word.startswith("--")
+        ):
             known = [flag for flag in self._option_string_actions if flag.startswith(word)]
             if not (known if self.allow_abbrev else word in known):
                 near = self.nearest(word)

@@ -1,4 +1,6 @@
-"""Floating-point operations of operators: torch's formulas, and those of fused attention on the CPU."""
+"""Floating-point operations of operators: torch's formulas, and those of fused
+attention on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,17 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 
-def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _attention(
+    query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
@@ -37,11 +46,14 @@ _ON_CPU = {name: formula for name, formula in counter().flop_registry.items() if
 
 def _formula(func: Any) -> Callable[..., Any] | None:
     packet = getattr(func, "overloadpacket", None)
-    return flop_registry.get(packet) or _ON_CPU.get(packet)  # a later torch may have these formulas, too
+    # a later torch may have these formulas, too
+    return flop_registry.get(packet) or _ON_CPU.get(packet)
 
 
 def flops_of_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """The operations of one call of an operator; 0 unless it is a matrix product, a convolution or attention."""
+    """The operations of one call of an operator; 0 unless it is a matrix product, a
+    convolution or attention.
+    """
     formula = _formula(func)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
@@ -52,7 +64,9 @@ def is_counted(func: Any) -> bool:
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls `report` with the operations of every operator that runs inside, unless they are 0."""
+    """Calls `report` with the operations of every operator that runs inside, unless
+    they are 0.
+    """
 
     def __init__(self, report: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,6 @@
-"""`as_html`: how a value shows itself in a notebook (`_repr_html_`): its report, and its picture if matplotlib is there."""
+"""`as_html`: how a value shows itself in a notebook (`_repr_html_`): its report, and
+its picture if matplotlib is there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`package`: an optional package that a feature needs, or one error that says how to install it."""
+"""`package`: an optional package that a feature needs, or one error that says how to
+install it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def package(name: str, *, needed_by: str, module: str | None = None, instead: st
     except ImportError as error:
         other = f", or {instead}" if instead else ""
         raise MissingPackageError(
-            f"{needed_by}: needs the package {name}, which cannot be imported ({error}); pip install "
-            f"'fzero[{EXTRAS[name]}]'{other}",
+            f"{needed_by}: needs the package {name}, which cannot be imported ({error}); pip "
+            f"install 'fzero[{EXTRAS[name]}]'{other}",
             name=name,
         ) from None

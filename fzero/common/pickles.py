@@ -2,11 +2,14 @@
 
 No other module reads pickles, besides `fzero.common.plain_values`.
 
-A pickle may name any function and call it. Each of the two readers accepts a fixed set of names:
+A pickle may name any function and call it. Each of the two readers accepts a fixed set
+of names:
 
-- `load_tensors` reads a file of torch.save by PyTorch's restricted loader. An error names the class that the file needs.
-- `read_metadata` reads the `.metadata` of torch.distributed.checkpoint. Its classes become records without behaviour, from
-  which a new metadata is built, with a check of each field.
+- `load_tensors` reads a file of torch.save by PyTorch's restricted loader. An error
+  names the class that the file needs.
+- `read_metadata` reads the `.metadata` of torch.distributed.checkpoint. Its classes
+  become records without behaviour, from which a new metadata is built, with a check of
+  each field.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from fzero.common.plain_values import UnsafePickleError
 from fzero.common.safe_files import check_inside
 from sharding.views import torch_dtype
 
-# --- files of torch.save -----------------------------------------------------------------------------------------
+# --- files of torch.save --------------------------------------------------------------------------
 
 
 def load_tensors(
@@ -35,17 +38,22 @@ def load_tensors(
     known: Mapping[str, type] | None = None,
     map_location: Any = "cpu",
 ) -> Any:
-    """The content of a file of torch.save: tensors, numbers, strings and containers of these.
+    """The content of a file of torch.save: tensors, numbers, strings and containers of
+    these.
 
     Args:
         source: a path, or an open file.
-        mmap: whether tensors are mapped into memory; only for files in the newer, zipped format.
-        map_location: where tensors go, as for torch.load; None is the device that they were on.
-        known: more classes that the file may name, each with the class that replaces it.
+        mmap: whether tensors are mapped into memory; only for files in the newer,
+            zipped format.
+        map_location: where tensors go, as for torch.load; None is the device that they
+            were on.
+        known: more classes that the file may name, each with the class that replaces
+            it.
 
     Raises:
         UnsafePickleError: the file needs another class or function.
-        ValueError: the file is missing, or not a complete file of torch.save; the message says which.
+        ValueError: the file is missing, or not a complete file of torch.save; the
+            message says which.
     """
     replaced: list[Any] = [(stand_in, name) for name, stand_in in (known or {}).items()]
     try:
@@ -55,11 +63,16 @@ def load_tensors(
     except FileNotFoundError as error:
         raise ValueError("is missing") from error
     except Exception as error:
-        # PyTorch's message recommends to read the file without the restriction, which would be unsafe.
+        # PyTorch's message recommends to read the file without the restriction, which would be
+        # unsafe.
         found = re.search(r"(?:GLOBAL|class|function|global):? ([\w.]+\.[\w.]+)", str(error))
         if found:
             raise UnsafePickleError(found[1]) from None
-        reason = "it is damaged, or of another format" if isinstance(error, pickle.UnpicklingError) else _line(error)
+        reason = (
+            "it is damaged, or of another format"
+            if isinstance(error, pickle.UnpicklingError)
+            else _line(error)
+        )
         raise ValueError(f"cannot be read: {reason}") from None
 
 
@@ -67,7 +80,7 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [repr(error)])[0]
 
 
-# --- metadata of torch.distributed.checkpoint --------------------------------------------------------------------
+# --- metadata of torch.distributed.checkpoint -----------------------------------------------------
 
 
 class _Record:
@@ -106,9 +119,15 @@ _OF_METADATA: dict[tuple[str, str], type] = {
     ("torch.serialization", "_get_layout"): _Other,
     ("torch", "Size"): _Size,
     ("collections", "OrderedDict"): dict,
-    **{(module, name): _Other for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")},
+    **{
+        (module, name): _Other
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath")
+    },
 }
-"""The classes and functions that the metadata may name besides dtypes, and the record that each becomes."""
+"""The classes and functions that the metadata may name besides dtypes, and the record
+that each becomes.
+"""
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -123,13 +142,16 @@ class _OfMetadata(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Any:
-    """The metadata in a file: a `torch.distributed.checkpoint.metadata.Metadata` with the tensors and where they are stored.
+    """The metadata in a file: a `torch.distributed.checkpoint.metadata.Metadata` with
+    the tensors and where they are stored.
 
     Objects other than tensors, and the notes of the job's planner, are left out.
 
     Raises:
-        UnsafePickleError: the file names a class or function that metadata does not have.
-        OSError, ValueError: the file cannot be read, or is not such metadata; the message says why.
+        UnsafePickleError: the file names a class or function that metadata does not
+            have.
+        OSError, ValueError: the file cannot be read, or is not such metadata; the
+            message says why.
     """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -163,8 +185,12 @@ def read_metadata(path: Path) -> Any:
         if key in tensors:  # an object has no offset
             start, length = (_count(_is(place, _Place)[name]) for name in ("offset", "length"))
             name = check_inside(_is(place["relative_path"], str))
-            transforms = [_is(x, str) for x in _is(place.state, dict).get("transform_descriptors") or ()]
-            places[MetadataIndex(key, _size(index["offset"]))] = _StorageInfo(name, start, length, transforms or None)
+            transforms = [
+                _is(x, str) for x in _is(place.state, dict).get("transform_descriptors") or ()
+            ]
+            places[MetadataIndex(key, _size(index["offset"]))] = _StorageInfo(
+                name, start, length, transforms or None
+            )
     return Metadata({**tensors}, storage_data=places)
 
 

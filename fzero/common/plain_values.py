@@ -1,6 +1,8 @@
-"""Values that ranks exchange, as bytes: numbers, strings, bytes and containers of these.
+"""Values that ranks exchange, as bytes: numbers, strings, bytes and containers of
+these.
 
-A pickle may name any function and call it. `unpack` looks up no name, so a pickle from another rank runs no code.
+A pickle may name any function and call it. `unpack` looks up no name, so a pickle from
+another rank runs no code.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ class UnsafePickleError(ValueError):
 class _Packer(pickle.Pickler):
     def reducer_override(self, obj: Any) -> NoReturn:
         raise TypeError(
-            f"exchange: values must be numbers, strings, bytes and containers of these, got {type(obj).__name__}; send plain ones"
+            f"exchange: values must be numbers, strings, bytes and containers of these, got "
+            f"{type(obj).__name__}; send plain ones"
         )
 
 
@@ -30,7 +33,8 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(value: Any) -> bytes:
-    """The bytes of a value made of None, numbers, strings, bytes, and tuples, lists, dicts and sets of these.
+    """The bytes of a value made of None, numbers, strings, bytes, and tuples, lists,
+    dicts and sets of these.
 
     >>> unpack(pack({"names": ("a", "b"), "rate": 0.5}))
     {'names': ('a', 'b'), 'rate': 0.5}

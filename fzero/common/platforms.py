@@ -1,4 +1,6 @@
-"""`PLATFORMS`, `tested_versions`: on which machines and versions fzero was run, for `fzero env`, `fzero test` and the docs."""
+"""`PLATFORMS`, `tested_versions`: on which machines and versions fzero was run, for
+`fzero env`, `fzero test` and the docs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import NamedTuple
 
 
 class Platform(NamedTuple):
-    """A kind of machine, whether fzero runs there (`works`, `not tested`, `does not`), and what is known."""
+    """A kind of machine, whether fzero runs there (`works`, `not tested`, `does not`),
+    and what is known.
+    """
 
     name: str
     status: str
@@ -20,7 +24,8 @@ PLATFORMS = (
     Platform(
         "Linux, one GPU (CUDA)",
         "works",
-        "one H200 with PyTorch 2.11: laws, speeds and 456 tests; `fzero test` and `make gpu` try a card",
+        "one H200 with PyTorch 2.11: laws, speeds and 456 tests; `fzero test` and `make gpu` try a "
+        "card",
     ),
     Platform("Linux, several GPUs (NCCL)", "not tested", "rules checked on pretended devices"),
     Platform(
@@ -28,7 +33,9 @@ PLATFORMS = (
         "not tested",
         "several agents on one machine are; ssh, pdsh, mpirun, srun are composed",
     ),
-    Platform("Slurm", "not tested", "variables of srun are read; an sbatch file is in recipes/nodes.md"),
+    Platform(
+        "Slurm", "not tested", "variables of srun are read; an sbatch file is in recipes/nodes.md"
+    ),
     Platform("WSL 2", "not tested", "it is Linux: the same paths"),
     Platform("macOS", "not tested", "CPU only; files past the page cache need Linux"),
     Platform("Windows", "does not", "the launcher needs POSIX processes; use WSL 2"),

@@ -1,20 +1,23 @@
-"""Named ranges for the parts of a step in traces of `torch.profiler`. They cost nothing while no trace is recorded.
+"""Named ranges for the parts of a step in traces of `torch.profiler`. They cost nothing
+while no trace is recorded.
 
     with torch.profiler.profile() as trace:
         state, metrics = step(state, batch)
     trace.export_chrome_trace("trace.json")
 
-A range is called `fzero::VERB NAME`: `forward`, `unit h.3`, `gather h.3`, `backward`, `reduce_scatter h.3`, `update`,
-`all_gather h.3/bfloat16`, and `wait reduce h.3/bfloat16` while the host waits for a collective.
+A range is called `fzero::VERB NAME`: `forward`, `unit h.3`, `gather h.3`, `backward`,
+`reduce_scatter h.3`, `update`, `all_gather h.3/bfloat16`, and
+`wait reduce h.3/bfloat16` while the host waits for a collective.
 
 Transfers between memories have the name of their tensor:
 
-- Full shards in a forward or backward: `load h.3/bfloat16` and `write_back h.3/bfloat16/grads` at their start, `wait load …` and
-  `wait write_back …` while the host waits.
-- Sub-groups of an update, with their elements: `fetch h.3/bfloat16 0:64`, `update …`, `write_back …` and their waits. Those read
-  during a backward are `prefetch …`.
-- Blocks of files, in the threads that move them: `read …` and `write …`. They need a trace of all threads, such as that of
-  `fzero.profiling.save_trace`.
+- Full shards in a forward or backward: `load h.3/bfloat16` and
+  `write_back h.3/bfloat16/grads` at their start, `wait load …` and `wait write_back …`
+  while the host waits.
+- Sub-groups of an update, with their elements: `fetch h.3/bfloat16 0:64`, `update …`,
+  `write_back …` and their waits. Those read during a backward are `prefetch …`.
+- Blocks of files, in the threads that move them: `read …` and `write …`. They need a
+  trace of all threads, such as that of `fzero.profiling.save_trace`.
 """
 
 from __future__ import annotations
@@ -35,14 +38,17 @@ def profiler_range(verb: str, what: object = "") -> AbstractContextManager[objec
     ...     torch.zeros(2).tolist()
     [0.0, 0.0]
     """
-    if not profiler._is_profiler_enabled or torch.compiler.is_compiling():  # compiled code has ranges of its kernels
+    # compiled code has ranges of its kernels
+    if not profiler._is_profiler_enabled or torch.compiler.is_compiling():
         return _NO_RANGE
     return profiler.record_function(f"fzero::{verb} {what}".rstrip())
 
 
 @dataclass(slots=True)
 class OpenRange:
-    """A range that code opens in one place and closes in another; opening one closes the one before."""
+    """A range that code opens in one place and closes in another; opening one closes
+    the one before.
+    """
 
     _open: AbstractContextManager[object] | None = None
 

@@ -1,4 +1,6 @@
-"""The torch generators that a model on a device draws from: the CPU's, and on a GPU that GPU's too. Other GPUs keep theirs."""
+"""The torch generators that a model on a device draws from: the CPU's, and on a GPU
+that GPU's too. Other GPUs keep theirs.
+"""
 
 from __future__ import annotations
 
@@ -43,20 +45,28 @@ def seed(number: int, device: torch.device) -> None:
 
 
 def order_in_memory(x: Tensor) -> list[int] | None:
-    """The dimensions of a tensor, outermost in memory first, if a dropout fills its noise in that order and not as they are.
+    """The dimensions of a tensor, outermost in memory first, if a dropout fills its
+    noise in that order and not as they are.
 
-    A graph has no in-place operators, and the one in place of `bernoulli_` fills memory of its own, as the dimensions are.
+    A graph has no in-place operators, and the one in place of `bernoulli_` fills memory
+    of its own, as the dimensions are.
     """
     sizes, strides = x.size(), x.stride()
     order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], dim))
     numels = accumulate((sizes[dim] for dim in reversed(order)), mul, initial=1)
-    is_dense = all(strides[dim] == numel for dim, numel in zip(reversed(order), numels) if sizes[dim] > 1)
-    return order if is_dense and order != sorted(order) and _fills_memory_in_order(x.device) else None
+    is_dense = all(
+        strides[dim] == numel for dim, numel in zip(reversed(order), numels) if sizes[dim] > 1
+    )
+    return (
+        order if is_dense and order != sorted(order) and _fills_memory_in_order(x.device) else None
+    )
 
 
 @cache
 def _fills_memory_in_order(device: torch.device) -> bool:
-    """Whether `bernoulli_` fills a transposed tensor in the order of its memory (MKL does not)."""
+    """Whether `bernoulli_` fills a transposed tensor in the order of its memory (MKL
+    does not).
+    """
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         rows, columns = torch.empty(64, 2, device=device), torch.empty(2, 64, device=device)
         for x in (rows, columns.t()):

@@ -1,7 +1,9 @@
-"""Safe paths and files: names and links that other users leave in a folder cannot lead a reader or a writer out of it.
+"""Safe paths and files: names and links that other users leave in a folder cannot lead
+a reader or a writer out of it.
 
-A name from a file (a parameter, a tag, a shard) is joined to a folder only after `check_inside`. New files are made by
-`create`, which follows no link and uses no existing file.
+A name from a file (a parameter, a tag, a shard) is joined to a folder only after
+`check_inside`. New files are made by `create`, which follows no link and uses no
+existing file.
 """
 
 from __future__ import annotations
@@ -25,16 +27,23 @@ def check_inside(name: str) -> str:
     ValueError: names '../x', which must lie in the folder and leads out of it
     """
     parts = name.split("/")
-    if not name.strip("./") or name.startswith("/") or ".." in parts or any(ord(c) < 32 for c in name):
+    if (
+        not name.strip("./")
+        or name.startswith("/")
+        or ".." in parts
+        or any(ord(c) < 32 for c in name)
+    ):
         raise ValueError(f"names {name!r}, which must lie in the folder and leads out of it")
     return name
 
 
 def create(path: Path) -> BinaryIO:
-    """A new file, open for writing. A file that a killed process left under this name is removed first.
+    """A new file, open for writing. A file that a killed process left under this name
+    is removed first.
 
     Raises:
-        FileExistsError: the path is a link, which writes would follow, or another process makes the same file.
+        FileExistsError: the path is a link, which writes would follow, or another
+            process makes the same file.
         OSError: an error of the system.
     """
     refuse_link(path)
@@ -47,12 +56,14 @@ def refuse_link(path: Path) -> None:
     """Raises a FileExistsError if the path is a link: writes would go to its target."""
     if path.is_symlink():
         raise FileExistsError(
-            f"{path}: must not be a link, but leads to {os.readlink(path)}; remove it, because fzero did not make it"
+            f"{path}: must not be a link, but leads to {os.readlink(path)}; remove it, because "
+            f"fzero did not make it"
         )
 
 
 def check_own(folder: Path) -> None:
-    """Raises if a folder is a link, or belongs to another user than that of this process.
+    """Raises if a folder is a link, or belongs to another user than that of this
+    process.
 
     Raises:
         PermissionError: another user owns it, and could change the files in it.
@@ -62,6 +73,6 @@ def check_own(folder: Path) -> None:
     owner = folder.stat().st_uid
     if owner != os.geteuid():
         raise PermissionError(
-            f"{folder}: must belong to the user of this process ({os.geteuid()}), but belongs to user {owner}, who could change "
-            f"the state in it; remove it, or pass another path"
+            f"{folder}: must belong to the user of this process ({os.geteuid()}), but belongs to "
+            f"user {owner}, who could change the state in it; remove it, or pass another path"
         )

@@ -1,4 +1,6 @@
-"""Reports printed by rich without cut cells, on a terminal, in a pipe, a log or a string; and numbers of bytes in them."""
+"""Reports printed by rich without cut cells, on a terminal, in a pipe, a log or a
+string; and numbers of bytes in them.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,29 @@ PLAIN_WIDTH = 120
 
 
 def as_text(report: RenderableType) -> str:
-    """A report as rich prints it without colours, in 120 columns, or as many as are needed to cut nothing."""
+    """A report as rich prints it without colours, in 120 columns, or as many as are
+    needed to cut nothing.
+    """
     text = _rendered(report, width_of(report, PLAIN_WIDTH))
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def print_report(report: RenderableType, *, stderr: bool = False) -> None:
-    """Prints a report, with colours on a terminal. On a narrow terminal its lines are wrapped, and nothing is cut."""
-    console = Console(file=sys.stderr if stderr else sys.stdout, highlight=False, force_jupyter=False)
+    """Prints a report, with colours on a terminal. On a narrow terminal its lines are
+    wrapped, and nothing is cut.
+    """
+    console = Console(
+        file=sys.stderr if stderr else sys.stdout, highlight=False, force_jupyter=False
+    )
     width = width_of(report, console.width if console.is_terminal else PLAIN_WIDTH)
-    Console(file=console.file, highlight=False, width=width, force_jupyter=False).print(report, soft_wrap=True)
+    Console(file=console.file, highlight=False, width=width, force_jupyter=False).print(
+        report, soft_wrap=True
+    )
 
 
 def width_of(report: RenderableType, width: int) -> int:
-    """The smallest width of at least `width` columns at which no cell of a table in the report is cut.
+    """The smallest width of at least `width` columns at which no cell of a table in the
+    report is cut.
 
     >>> from rich.table import Table
     >>> table = Table("figure", "figure")
@@ -38,7 +49,10 @@ def width_of(report: RenderableType, width: int) -> int:
     needed = Measurement.get(wide, wide.options, report)
     num_own = _rendered(report, max(width, needed.maximum)).count(CUT)
     widths = (width, max(width, needed.minimum))
-    return next((w for w in widths if _rendered(report, w).count(CUT) == num_own), max(width, needed.maximum))
+    return next(
+        (w for w in widths if _rendered(report, w).count(CUT) == num_own),
+        max(width, needed.maximum),
+    )
 
 
 CUT = "…"
@@ -52,8 +66,12 @@ def _rendered(report: RenderableType, width: int) -> str:
 
 
 def _into(file: io.StringIO, width: int) -> Console:
-    """A console that writes plain text to a string. In Jupyter rich would show it instead, and FORCE_COLOR would add colours."""
-    return Console(width=width, file=file, force_jupyter=False, force_terminal=False, color_system=None)
+    """A console that writes plain text to a string. In Jupyter rich would show it
+    instead, and FORCE_COLOR would add colours.
+    """
+    return Console(
+        width=width, file=file, force_jupyter=False, force_terminal=False, color_system=None
+    )
 
 
 def scale_of(most: float) -> tuple[float, str]:
@@ -62,7 +80,9 @@ def scale_of(most: float) -> tuple[float, str]:
     >>> scale_of(120e9), scale_of(3e8)
     ((1000000000.0, 'GB'), (1000000.0, 'MB'))
     """
-    return next(((one, name) for one, name in ((1e9, "GB"), (1e6, "MB")) if most >= one), (1e3, "kB"))
+    return next(
+        ((one, name) for one, name in ((1e9, "GB"), (1e6, "MB")) if most >= one), (1e3, "kB")
+    )
 
 
 def shown(nbytes: float, scale: float) -> str:
@@ -76,4 +96,10 @@ def shown(nbytes: float, scale: float) -> str:
         return "·"
     if number < 0.001:
         return "<0.001"
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}" if number >= 0.01 else f"{number:.3f}"
+    return (
+        f"{number:,.0f}"
+        if number >= 100
+        else f"{number:.3g}"
+        if number >= 0.01
+        else f"{number:.3f}"
+    )

@@ -1,7 +1,8 @@
-"""Axes of ranks and the collectives along them, comm hooks and codecs, process groups, hang reports: the only door to
-torch.distributed.
+"""Axes of ranks and the collectives along them, comm hooks and codecs, process groups,
+hang reports: the only door to torch.distributed.
 
-May import: sharding, common. Begin with `fzero.comms.axes` and `fzero.comms.primitives`.
+May import: sharding, common. Begin with `fzero.comms.axes` and
+`fzero.comms.primitives`.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +16,12 @@ if TYPE_CHECKING:
         ProcessAxis as ProcessAxis,
     )
     from fzero.comms.codecs import Codec as Codec, cast as cast, quantize as quantize
-    from fzero.comms.comm_hooks import CommHook as CommHook, Sending as Sending, completed as completed, exact as exact
+    from fzero.comms.comm_hooks import (
+        CommHook as CommHook,
+        Sending as Sending,
+        completed as completed,
+        exact as exact,
+    )
     from fzero.comms.compression import (
         compressed as compressed,
         error_feedback as error_feedback,
@@ -31,7 +37,11 @@ if TYPE_CHECKING:
     from fzero.comms.process_group import join as join, shutdown as shutdown
     from fzero.comms.records import CommRecord as CommRecord, Label as Label
     from fzero.comms.rendezvous import RankInfo as RankInfo, launched as launched
-    from fzero.comms.stacked import Stacked as Stacked, StackedAxis as StackedAxis, VmapError as VmapError
+    from fzero.comms.stacked import (
+        Stacked as Stacked,
+        StackedAxis as StackedAxis,
+        VmapError as VmapError,
+    )
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,

@@ -1,9 +1,11 @@
-"""Axes: an axis is a value that determines which ranks take part in a collective. It replaces a process group.
+"""Axes: an axis is a value that determines which ranks take part in a collective. It
+replaces a process group.
 
-`ProcessAxis` is for real jobs, `LockstepAxis` for ranks that run in turn in one process (`fzero.comms.lockstep`), and
-`AbstractAxis` for plans and schedules made before there is a job. A captured graph has a `fzero.comms.traced.TracedAxis`. If the
-ranks are a dimension of tensors, they have a `fzero.comms.stacked.StackedAxis`. On a mesh of several axes
-`fzero.comms.process_group.along` makes the axes of a rank.
+`ProcessAxis` is for real jobs, `LockstepAxis` for ranks that run in turn in one process
+(`fzero.comms.lockstep`), and `AbstractAxis` for plans and schedules made before there
+is a job. A captured graph has a `fzero.comms.traced.TracedAxis`. If the ranks are a
+dimension of tensors, they have a `fzero.comms.stacked.StackedAxis`. On a mesh of
+several axes `fzero.comms.process_group.along` makes the axes of a rank.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ class ProcessAxis:
         name: the mesh axis.
         size: number of ranks W.
         rank: the rank of this process.
-        group: the torch.distributed group; None takes the default group (one rank alone never communicates).
+        group: the torch.distributed group; None takes the default group (one rank alone
+            never communicates).
         observe: called with a `CommRecord` for every collective, before it starts.
-        mesh: the mesh of several axes whose ranks this axis joins into one; None if there is only this axis.
+        mesh: the mesh of several axes whose ranks this axis joins into one; None if
+            there is only this axis.
 
     >>> alone = ProcessAxis("data")
     >>> alone.size, alone.rank
@@ -56,11 +60,13 @@ class ProcessAxis:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(
-                f"ProcessAxis: rank must be in [0, {self.size}), got {self.rank}; give the group's own rank"
+                f"ProcessAxis: rank must be in [0, {self.size}), got {self.rank}; give the group's "
+                f"own rank"
             )
         if self.size > 1 and not dist.is_initialized():
             raise ValueError(
-                f"ProcessAxis: {self.size} ranks need a process group; start with torchrun and use fzero.join()"
+                f"ProcessAxis: {self.size} ranks need a process group; start with torchrun and use "
+                f"fzero.join()"
             )
 
     def global_rank(self, rank: int) -> int:
@@ -77,7 +83,8 @@ class LockstepAxis:
     Args:
         hub: carries the messages between the ranks.
         name, size, rank, observe, mesh: as for `ProcessAxis`.
-        ranks: the number by which the hub knows each rank; empty if that is the rank on this axis.
+        ranks: the number by which the hub knows each rank; empty if that is the rank on
+            this axis.
     """
 
     name: str
@@ -95,12 +102,14 @@ class LockstepAxis:
 
 @dataclass(frozen=True, slots=True)
 class AbstractAxis:
-    """One rank of `size` along the mesh axis `name`, without a process: for plans and schedules; no step can run on it.
+    """One rank of `size` along the mesh axis `name`, without a process: for plans and
+    schedules; no step can run on it.
 
     Args:
         name, size, mesh: as for `ProcessAxis`; see `of`.
         rank: the rank that is planned for.
-        backend: `"nccl"` captures the named collectives, `"gloo"` the collectives that replace them on gloo.
+        backend: `"nccl"` captures the named collectives, `"gloo"` the collectives that
+            replace them on gloo.
 
     >>> AbstractAxis("data", 1024).rank
     0
@@ -121,21 +130,27 @@ class AbstractAxis:
         """
         if not isinstance(mesh, Mesh):
             raise ValueError(
-                f"AbstractAxis.of: mesh must be a sharding.Mesh, got {mesh!r}; pass Mesh.of(node=2, data=4), say"
+                f"AbstractAxis.of: mesh must be a sharding.Mesh, got {mesh!r}; pass "
+                f"Mesh.of(node=2, data=4), say"
             )
         return cls("data", mesh.size, rank, backend, mesh)
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, int) or self.size < 1:
             raise ValueError(
-                f"AbstractAxis: size must be a whole number, at least 1, got {self.size!r}; pass the number of ranks"
+                f"AbstractAxis: size must be a whole number, at least 1, got {self.size!r}; pass "
+                f"the number of ranks"
             )
         if not isinstance(self.rank, int) or not 0 <= self.rank < self.size:
             raise ValueError(
-                f"AbstractAxis: rank must be in [0, {self.size}), got {self.rank}; pass the rank to plan for"
+                f"AbstractAxis: rank must be in [0, {self.size}), got {self.rank}; pass the rank "
+                f"to plan for"
             )
         if self.backend not in ("nccl", "gloo"):
-            raise ValueError(f"AbstractAxis: backend must be 'nccl' or 'gloo', got {self.backend!r}; pass one of these")
+            raise ValueError(
+                f"AbstractAxis: backend must be 'nccl' or 'gloo', got {self.backend!r}; pass one "
+                f"of these"
+            )
 
 
 RankAxis = ProcessAxis | LockstepAxis

@@ -1,10 +1,13 @@
 """Collectives along an axis.
 
-Those that can overlap compute are named `start_…` and return a `Pending`. On a `GraphAxis` the `Pending` has its result at once.
+Those that can overlap compute are named `start_…` and return a `Pending`. On a
+`GraphAxis` the `Pending` has its result at once.
 
-On NCCL the backend's own collectives are fast. On gloo they are slow, except for an all-reduce of two ranks. There, an all-gather
-and a reduce-scatter made of sends and receives, with a sum in rank order, are three to four times as fast. The sum in rank order
-(x[0] + x[1] + …) also fixes the bits: they do not depend on the layout, the stage or the slice.
+On NCCL the backend's own collectives are fast. On gloo they are slow, except for an
+all-reduce of two ranks. There, an all-gather and a reduce-scatter made of sends and
+receives, with a sum in rank order, are three to four times as fast. The sum in rank
+order (x[0] + x[1] + …) also fixes the bits: they do not depend on the layout, the stage
+or the slice.
 
 Shapes: P padded elements = W·S, S elements of a shard, W ranks.
 """
@@ -39,13 +42,25 @@ _STARTER = ThreadPoolExecutor(1, thread_name_prefix=SENDER)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _KNOWN_DTYPES = frozenset(
     getattr(torch, name)
-    for name in ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "bool", "int32", "int64"]
+    for name in [
+        "float32",
+        "float64",
+        "float16",
+        "bfloat16",
+        "int8",
+        "uint8",
+        "bool",
+        "int32",
+        "int64",
+    ]
 )
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class GraphAxis(Protocol):
-    """An axis whose collectives are operators on values, in a graph or on stacked ranks. `TracedAxis` documents the methods."""
+    """An axis whose collectives are operators on values, in a graph or on stacked
+    ranks. `TracedAxis` documents the methods.
+    """
 
     @property
     def name(self) -> str: ...
@@ -64,30 +79,40 @@ AnyAxis = TypeVar("AnyAxis", bound=Axis)
 
 
 def waited() -> dict[str, float]:
-    """Seconds that the host has waited for collectives since the process began, by their purpose."""
+    """Seconds that the host has waited for collectives since the process began, by
+    their purpose.
+    """
     return dict(HERE.waited)
 
 
 def next_step(axis: RankAxis) -> None:
-    """Starts to number collectives from 1 again, by which a report compares ranks; a step of a single rank is not counted."""
+    """Starts to number collectives from 1 again, by which a report compares ranks; a
+    step of a single rank is not counted.
+    """
     if isinstance(axis, ProcessAxis) and axis.size > 1:
         HERE.num_steps, HERE.number = HERE.num_steps + 1, 0
 
 
-# --- collectives that overlap compute ----------------------------------------------------------------------------------
+# --- collectives that overlap compute -------------------------------------------------------------
 
 
 def start_all_gather(
-    shard_S: Tensor, full_P: Tensor | None, axis: Axis, *, after: Pending | None = None, label: Label = GATHER
+    shard_S: Tensor,
+    full_P: Tensor | None,
+    axis: Axis,
+    *,
+    after: Pending | None = None,
+    label: Label = GATHER,
 ) -> Pending:
-    """Starts to write the shards of all ranks into `full_P`, in rank order. `shard_S` may be a slice of `full_P`.
+    """Starts to write the shards of all ranks into `full_P`, in rank order. `shard_S`
+    may be a slice of `full_P`.
 
     *Collective:* every rank of `axis`; each sends `(W-1)/W · P` elements.
 
     Args:
         full_P: None makes a new tensor.
-        after: the collective that writes `shard_S`, which must then be a slice of `full_P`. This collective waits for it; the
-            caller does not.
+        after: the collective that writes `shard_S`, which must then be a slice of
+            `full_P`. This collective waits for it; the caller does not.
     """
     _check_constant("start_all_gather", shard_S)
     if not isinstance(axis, RankAxis):
@@ -105,27 +130,40 @@ def start_all_gather(
     if full_WS[axis.rank].data_ptr() != shard_S.data_ptr():
         full_WS[axis.rank].copy_(shard_S)
     received = {rank: full_WS[rank] for rank in range(axis.size) if rank != axis.rank}
-    return Pending(label, _swap(received, dict.fromkeys(received, shard_S), axis, after), None, full_P)
+    return Pending(
+        label, _swap(received, dict.fromkeys(received, shard_S), axis, after), None, full_P
+    )
 
 
 def start_reduce_scatter(
-    full_P: Tensor, axis: Axis, *, out_S: Tensor | None = None, after: Pending | None = None, label: Label = REDUCE
+    full_P: Tensor,
+    axis: Axis,
+    *,
+    out_S: Tensor | None = None,
+    after: Pending | None = None,
+    label: Label = REDUCE,
 ) -> Pending:
-    """Starts to sum `full_P` over the ranks, in rank order; the result is this rank's shard (S) of the sum.
+    """Starts to sum `full_P` over the ranks, in rank order; the result is this rank's
+    shard (S) of the sum.
 
     *Collective:* every rank of `axis`; each sends `(W-1)/W · P` elements.
 
     Args:
-        full_P: this rank's summand; must not change until the end. With one rank it is the result.
-        out_S: the result is written here; may be this rank's slice of `full_P`. None makes a new tensor.
-        after: the collective that writes `full_P`; this one waits for it, and the caller does not.
+        full_P: this rank's summand; must not change until the end. With one rank it is
+            the result.
+        out_S: the result is written here; may be this rank's slice of `full_P`. None
+            makes a new tensor.
+        after: the collective that writes `full_P`; this one waits for it, and the
+            caller does not.
     """
     _check_constant("start_reduce_scatter", full_P)
     if not isinstance(axis, RankAxis):
         return _in_graph(axis.reduce_scatter, full_P, label)
     if axis.size == 1:
         is_there = out_S is None or out_S is full_P
-        return _without_sending(label, full_P if out_S is None else out_S, after, None if is_there else full_P)
+        return _without_sending(
+            label, full_P if out_S is None else out_S, after, None if is_there else full_P
+        )
     shard_numel = full_P.numel() // axis.size
     sum_S = full_P.new_empty(shard_numel) if out_S is None else out_S
     _report(axis, "reduce_scatter", label, shard_numel * (axis.size - 1), full_P)
@@ -133,9 +171,13 @@ def start_reduce_scatter(
         return pending
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
-    # The first shard that arrives is written into the memory of the result, unless this memory is a summand.
+    # The first shard that arrives is written into the memory of the result, unless this memory is a
+    # summand.
     is_summand = sum_S.data_ptr() == full_WS[axis.rank].data_ptr()
-    buffers = [*([] if is_summand else [sum_S]), *full_P.new_empty(len(others) - (not is_summand), shard_numel)]
+    buffers = [
+        *([] if is_summand else [sum_S]),
+        *full_P.new_empty(len(others) - (not is_summand), shard_numel),
+    ]
     received = dict(zip(others, buffers, strict=True))
     works = _swap(received, {rank: full_WS[rank] for rank in others}, axis, after)
 
@@ -150,14 +192,19 @@ def start_reduce_scatter(
     return Pending(label, works, finish, sum_S)
 
 
-def start_all_to_all(rows_WN: Tensor, axis: Axis, *, after: Pending | None = None, label: Label = REDUCE) -> Pending:
-    """Starts to send row r to rank r, for every r; the result (W, N) holds the rows that arrive, in rank order.
+def start_all_to_all(
+    rows_WN: Tensor, axis: Axis, *, after: Pending | None = None, label: Label = REDUCE
+) -> Pending:
+    """Starts to send row r to rank r, for every r; the result (W, N) holds the rows
+    that arrive, in rank order.
 
     *Collective:* every rank of `axis`; each sends `(W-1) · N` elements.
 
     Args:
-        rows_WN: contiguous; must not change until the end. With one rank it is the result.
-        after: the collective that writes `rows_WN`; this one waits for it, and the caller does not.
+        rows_WN: contiguous; must not change until the end. With one rank it is the
+            result.
+        after: the collective that writes `rows_WN`; this one waits for it, and the
+            caller does not.
     """
     _check_constant("start_all_to_all", rows_WN)
     if not isinstance(axis, RankAxis):
@@ -179,8 +226,11 @@ def start_all_to_all(rows_WN: Tensor, axis: Axis, *, after: Pending | None = Non
     return Pending(label, works, finish, arrived_WN)
 
 
-def start_all_reduce(full_P: Tensor, axis: Axis, *, after: Pending | None = None, label: Label = REDUCE) -> Pending:
-    """Starts to sum `full_P` over the ranks, in rank order and in place. `after` as for `start_reduce_scatter`.
+def start_all_reduce(
+    full_P: Tensor, axis: Axis, *, after: Pending | None = None, label: Label = REDUCE
+) -> Pending:
+    """Starts to sum `full_P` over the ranks, in rank order and in place. `after` as for
+    `start_reduce_scatter`.
 
     *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements.
     """
@@ -192,18 +242,30 @@ def start_all_reduce(full_P: Tensor, axis: Axis, *, after: Pending | None = None
     _report_all_reduce(full_P, axis, label)
     is_at_once = after is None or full_P.is_cuda
     if isinstance(axis, ProcessAxis) and axis.size == 2 and full_P.numel() and is_at_once:
-        # Two summands give the same bits in either order. gloo pairs the collectives of a group by their number. If a separate
-        # thread started this collective later, gloo could pair it with a different one of the other rank.
-        return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis, after=after), None, full_P, (after,))
+        # Two summands give the same bits in either order. gloo pairs the collectives of a group by
+        # their number. If a separate thread started this collective later, gloo could pair it with
+        # a different one of the other rank.
+        return Pending(
+            label,
+            _start(label, dist.all_reduce, full_P, axis=axis, after=after),
+            None,
+            full_P,
+            (after,),
+        )
     halves = replace(axis, observe=None)
     shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
     reduction = start_reduce_scatter(full_P, halves, out_S=shard_S, after=after, label=label)
-    is_in_order = isinstance(axis, ProcessAxis) and full_P.is_cuda  # one communicator runs its collectives in order
-    return start_all_gather(shard_S, full_P, halves, after=None if is_in_order else reduction, label=label)
+    # one communicator runs its collectives in order
+    is_in_order = isinstance(axis, ProcessAxis) and full_P.is_cuda
+    return start_all_gather(
+        shard_S, full_P, halves, after=None if is_in_order else reduction, label=label
+    )
 
 
 def in_halves(full_P: Tensor, axis: AnyAxis, label: Label) -> AnyAxis:
-    """The axis for the two halves of an all-reduce (a reduce-scatter, an all-gather), which are reported here as one."""
+    """The axis for the two halves of an all-reduce (a reduce-scatter, an all-gather),
+    which are reported here as one.
+    """
     if not isinstance(axis, RankAxis):
         return axis
     _report_all_reduce(full_P, axis, label)
@@ -211,7 +273,9 @@ def in_halves(full_P: Tensor, axis: AnyAxis, label: Label) -> AnyAxis:
 
 
 def start_stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Pending:
-    """Starts to stack the small tensors of all ranks along a new first dimension. *Collective:* sends (W-1) · numel."""
+    """Starts to stack the small tensors of all ranks along a new first dimension.
+    *Collective:* sends (W-1) · numel.
+    """
     if not isinstance(axis, RankAxis):
         return _in_graph(axis.stack, x, label)
     if axis.size == 1:
@@ -230,22 +294,27 @@ def start_stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Pending:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as bytes. gloo's collectives do not know some dtypes, such as an 8-bit float."""
+    """The memory of a contiguous tensor as bytes. gloo's collectives do not know some
+    dtypes, such as an 8-bit float.
+    """
     return x.view(-1).view(torch.uint8)
 
 
 def _check_constant(name: str, x: Tensor) -> None:
-    """Raises ValueError if a gradient would be lost: a collective writes its result into memory that autograd does not follow."""
+    """Raises ValueError if a gradient would be lost: a collective writes its result
+    into memory that autograd does not follow.
+    """
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name}: must get a tensor without gradients, because it is not differentiable, and got one that requires them; "
-            f"call a primitive (fzero.comms.all_gather, reduce_scatter), whose transpose is a collective, or pass x.detach()"
+            f"{name}: must get a tensor without gradients, because it is not differentiable, and "
+            f"got one that requires them; call a primitive (fzero.comms.all_gather, "
+            f"reduce_scatter), whose transpose is a collective, or pass x.detach()"
         )
 
 
 def labelled(label: Label) -> AbstractContextManager[None]:
-    """Inside, a trace writes the label into `meta["custom"]["sent"]` of every node: of collectives, and of a comm hook's
-    encoding."""
+    """Inside, a trace writes the label into `meta["custom"]["sent"]` of every node: of
+    collectives, and of a comm hook's encoding."""
     context: AbstractContextManager[None] = torch.fx.traceback.annotate({"sent": label})
     return context
 
@@ -255,8 +324,12 @@ def _in_graph(collective: Callable[[Tensor], Tensor], x: Tensor, label: Label) -
         return ended(collective(x), label)
 
 
-def _without_sending(label: Label, out: Tensor, after: Pending | None, source: Tensor | None = None) -> Pending:
-    """A collective that sends nothing: the result is `out`, into which `source` is copied at the end."""
+def _without_sending(
+    label: Label, out: Tensor, after: Pending | None, source: Tensor | None = None
+) -> Pending:
+    """A collective that sends nothing: the result is `out`, into which `source` is
+    copied at the end.
+    """
     if after is None and source is None:
         return ended(out, label)
 
@@ -269,20 +342,35 @@ def _without_sending(label: Label, out: Tensor, after: Pending | None, source: T
 
 
 def _in_one_call(
-    collective: Callable[..., Any], out: Tensor, x: Tensor, axis: RankAxis, after: Pending | None, label: Label
+    collective: Callable[..., Any],
+    out: Tensor,
+    x: Tensor,
+    axis: RankAxis,
+    after: Pending | None,
+    label: Label,
 ) -> Pending | None:
-    """The backend's own collective (on CUDA), or none for empty tensors. Returns None if sends and receives are faster."""
+    """The backend's own collective (on CUDA), or none for empty tensors. Returns None
+    if sends and receives are faster.
+    """
     if x.numel() == 0:
         return _without_sending(label, out, after)
     if isinstance(axis, ProcessAxis) and x.is_cuda:
-        return Pending(label, _start(label, collective, out, x, axis=axis, after=after), None, out, (x, after))
+        return Pending(
+            label, _start(label, collective, out, x, axis=axis, after=after), None, out, (x, after)
+        )
     return None
 
 
 def _start(
-    label: Label, collective: Callable[..., Any], *tensors: Any, axis: ProcessAxis, after: Pending | None = None
+    label: Label,
+    collective: Callable[..., Any],
+    *tensors: Any,
+    axis: ProcessAxis,
+    after: Pending | None = None,
 ) -> list[dist.Work]:
-    """Starts a collective now, or (on CUDA) on a stream that waits for `after` and the compute so far."""
+    """Starts a collective now, or (on CUDA) on a stream that waits for `after` and the
+    compute so far.
+    """
     try:
         if after is None or after.has_ended:
             return [collective(*tensors, group=axis.group, async_op=True)]
@@ -298,17 +386,23 @@ def _start(
 
 
 def _swap(
-    received: dict[int, Tensor], sent: dict[int, Tensor], axis: RankAxis, after: Pending | None = None
+    received: dict[int, Tensor],
+    sent: dict[int, Tensor],
+    axis: RankAxis,
+    after: Pending | None = None,
 ) -> Future[list[dist.Work]] | Letters:
-    """Starts to receive one tensor from each rank in `received`, and to send one to each rank in `sent`.
+    """Starts to receive one tensor from each rank in `received`, and to send one to
+    each rank in `sent`.
 
-    A separate thread starts the sends, because gloo begins to copy immediately and would delay the compute.
+    A separate thread starts the sends, because gloo begins to copy immediately and
+    would delay the compute.
     """
     if isinstance(axis, LockstepAxis):
         if after is not None:
             after.wait()
         return _post(received, sent, axis)
-    group = axis.group or dist.group.WORLD  # read now: at a late start the default group may be another one
+    # read now: at a late start the default group may be another one
+    group = axis.group or dist.group.WORLD
     pairs: Any = ((dist.irecv, received), (dist.isend, sent))
     transfers = [(transfer, rank, x) for transfer, tensors in pairs for rank, x in tensors.items()]
 
@@ -325,41 +419,61 @@ def _swap(
 
 
 def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: LockstepAxis) -> Letters:
-    """`_swap` for ranks in lockstep: sends copies, one for all ranks that get the same tensor."""
+    """`_swap` for ranks in lockstep: sends copies, one for all ranks that get the same
+    tensor.
+    """
     copies, me = {id(x): x.clone() for x in sent.values()}, axis.global_rank(axis.rank)
     for rank, x in sent.items():
         axis.hub.send(me, axis.global_rank(rank), copies[id(x)])
-    return Letters(Letter(axis.hub, axis.hub.expect(axis.global_rank(rank), me), x) for rank, x in received.items())
+    return Letters(
+        Letter(axis.hub, axis.hub.expect(axis.global_rank(rank), me), x)
+        for rank, x in received.items()
+    )
 
 
 def _report_all_reduce(full_P: Tensor, axis: RankAxis, label: Label) -> None:
     _report(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)
 
 
-def _report(axis: RankAxis, collective: str, label: Label, num_elements: int, tensor: Tensor) -> None:
+def _report(
+    axis: RankAxis, collective: str, label: Label, num_elements: int, tensor: Tensor
+) -> None:
     if isinstance(axis, ProcessAxis):
         HERE.number, HERE.label = HERE.number + 1, label
     if axis.observe is not None:
-        axis.observe(CommRecord(collective, axis.name, label, num_elements, num_elements * tensor.element_size()))
+        axis.observe(
+            CommRecord(
+                collective, axis.name, label, num_elements, num_elements * tensor.element_size()
+            )
+        )
 
 
-# --- collectives that return their result ---------------------------------------------------------------------------
+# --- collectives that return their result ---------------------------------------------------------
 
 
 def stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Tensor:
-    """The small tensors of all ranks, stacked along a new first dimension. *Collective:* sends (W-1) · numel."""
+    """The small tensors of all ranks, stacked along a new first dimension.
+    *Collective:* sends (W-1) · numel.
+    """
     return start_stack(x, axis, label=label).wait()
 
 
 def broadcast(x: Tensor, axis: RankAxis, *, source: int = 0, label: Label = OTHER) -> Tensor:
-    """Overwrites `x` with the tensor of rank `source`, and returns it. *Collective:* the source sends numel to each rank."""
+    """Overwrites `x` with the tensor of rank `source`, and returns it. *Collective:*
+    the source sends numel to each rank.
+    """
     if axis.size > 1 and x.numel():
         _report(axis, "broadcast", label, x.numel() * (axis.size - 1) * (axis.rank == source), x)
         if isinstance(axis, LockstepAxis):
             others = [rank for rank in range(axis.size) if rank != source]
-            works = _post({}, dict.fromkeys(others, x), axis) if axis.rank == source else _post({source: x}, {}, axis)
+            works = (
+                _post({}, dict.fromkeys(others, x), axis)
+                if axis.rank == source
+                else _post({source: x}, {}, axis)
+            )
             return Pending(label, works, None, x).wait()
-        dense = x.contiguous()  # gloo sends and writes numel consecutive elements, whatever the strides
+        # gloo sends and writes numel consecutive elements, whatever the strides
+        dense = x.contiguous()
         with Explained(label):
             known = dense if x.dtype in _KNOWN_DTYPES else _as_bytes(dense)
             dist.broadcast(known, axis.global_rank(source), group=axis.group)
@@ -370,12 +484,13 @@ def broadcast(x: Tensor, axis: RankAxis, *, source: int = 0, label: Label = OTHE
 def exchange(value: Any, axis: RankAxis, *, label: Label = OTHER) -> list[Any]:
     """Every rank's small Python value, in rank order; for start-up checks.
 
-    *Collective:* every rank of `axis`; sends the length of its packed value, and then as many bytes as the longest packed value
-    has.
+    *Collective:* every rank of `axis`; sends the length of its packed value, and then
+    as many bytes as the longest packed value has.
 
     Args:
-        value: made of None, numbers, strings, bytes, and tuples, lists, dicts and sets of these. A received value cannot name a
-            class or a function (`fzero.common.plain_values`).
+        value: made of None, numbers, strings, bytes, and tuples, lists, dicts and sets
+            of these. A received value cannot name a class or a function
+            (`fzero.common.plain_values`).
     """
     if axis.size == 1:
         return [value]
@@ -390,9 +505,11 @@ def exchange(value: Any, axis: RankAxis, *, label: Label = OTHER) -> list[Any]:
 
 
 def aside(value: int, axis: RankAxis, *, seconds: float) -> list[int] | None:
-    """Every rank's number, in rank order, outside the order of collectives; None unless all ranks call this within `seconds`.
+    """Every rank's number, in rank order, outside the order of collectives; None unless
+    all ranks call this within `seconds`.
 
-    Use it if the other ranks may not make this call. The numbers go through the job's store.
+    Use it if the other ranks may not make this call. The numbers go through the job's
+    store.
     """
     if axis.size == 1:
         return [value]
@@ -413,22 +530,28 @@ def aside(value: int, axis: RankAxis, *, seconds: float) -> list[int] | None:
 
 
 def start_send(x: Tensor, target: int, axis: RankAxis, *, label: Label = OTHER) -> Pending:
-    """Starts to send `x` to the rank `target` of an axis, which calls `start_receive`. `x` must not change until the end.
+    """Starts to send `x` to the rank `target` of an axis, which calls `start_receive`.
+    `x` must not change until the end.
 
-    Messages between two ranks arrive in the order in which they were sent. Sends the elements of `x`.
+    Messages between two ranks arrive in the order in which they were sent. Sends the
+    elements of `x`.
     """
-    if axis.observe is not None:  # not counted in `HERE`: the number of messages differs between ranks
+    # not counted in `HERE`: the number of messages differs between ranks
+    if axis.observe is not None:
         axis.observe(CommRecord("send", axis.name, label, x.numel(), x.nbytes))
     if isinstance(axis, LockstepAxis):
         return Pending(label, _post({}, {target: x}, axis), None, x)
-    # On this thread: to hand the message of a micro-batch to another one costs more than gloo's first copy.
+    # On this thread: to hand the message of a micro-batch to another one costs more than gloo's
+    # first copy.
     with Explained(label):
         work = dist.isend(x, group=axis.group, group_dst=target)
     return Pending(label, [work] if work is not None else (), None, x)
 
 
 def start_receive(x: Tensor, source: int, axis: RankAxis, *, label: Label = OTHER) -> Pending:
-    """Starts to write into `x` the next message that the rank `source` of an axis sends, of the same size."""
+    """Starts to write into `x` the next message that the rank `source` of an axis
+    sends, of the same size.
+    """
     if isinstance(axis, LockstepAxis):
         return Pending(label, _post({source: x}, {}, axis), None, x)
     with Explained(label):
@@ -443,14 +566,17 @@ def swap(
     *,
     label: Label = OTHER,
 ) -> None:
-    """Receives tensors from some ranks, and sends tensors to some; returns when all have arrived.
+    """Receives tensors from some ranks, and sends tensors to some; returns when all
+    have arrived.
 
-    *Collective* of the named ranks only: for each pair of ranks, one must receive the tensors that the other sends, in the same
-    order. A rank that has nothing to send or to receive need not call it. Sends the elements of `sent`.
+    *Collective* of the named ranks only: for each pair of ranks, one must receive the
+    tensors that the other sends, in the same order. A rank that has nothing to send or
+    to receive need not call it. Sends the elements of `sent`.
 
     Args:
         received: the ranks to receive from, each with the memory to write; contiguous.
-        sent: the ranks to send to, each with its tensor; contiguous. One tensor may go to several ranks.
+        sent: the ranks to send to, each with its tensor; contiguous. One tensor may go
+            to several ranks.
     """
     for _, x in sent:
         _report(axis, "swap", label, x.numel(), x)

@@ -1,10 +1,13 @@
-"""Comm hooks: how a gather or a reduce-scatter sends its numbers, as values that compose.
+"""Comm hooks: how a gather or a reduce-scatter sends its numbers, as values that
+compose.
 
-A comm hook is a pair of pure functions over the ranks of an axis. Each takes a state and returns the new one. They *start* to
-send and return at once, so that compute overlaps communication. `exact()` sends the numbers unchanged; the hooks that send fewer
+A comm hook is a pair of pure functions over the ranks of an axis. Each takes a state
+and returns the new one. They *start* to send and return at once, so that compute
+overlaps communication. `exact()` sends the numbers unchanged; the hooks that send fewer
 bytes are in `fzero.comms.compression`.
 
-Shape letters: P padded elements = W·S, S elements of a shard, W ranks, N elements, B bytes.
+Shape letters: P padded elements = W·S, S elements of a shard, W ranks, N elements, B
+bytes.
 """
 
 from __future__ import annotations
@@ -44,14 +47,18 @@ class CommHook(NamedTuple):
     Attributes:
         name: shown in tables; the same on all ranks.
         nbytes: (N elements, bytes of each) → B.
-        init: makes the state, from a tensor like the one that a rank sends in a round; None for a hook without a state. The
-            floating-point leaves of a state have the scale of the numbers that are sent.
-        start_gather: this rank's shard (S), the axis and the state → the shards of all ranks in rank order (P), and the new
-            state. The result may be written into `full_P`.
-        start_reduce_scatter: this rank's summand (P), … → this rank's shard of the sum (S), and the new state. The result may
-            be written into `out_S`; `after` is the collective that writes the summand, which must not be read before `after` has
-            ended.
-        lossy: numbers to send → the numbers that other ranks receive for them, (…, N) → (…, N).
+        init: makes the state, from a tensor like the one that a rank sends in a round;
+            None for a hook without a state. The floating-point leaves of a state have
+            the scale of the numbers that are sent.
+        start_gather: this rank's shard (S), the axis and the state → the shards of all
+            ranks in rank order (P), and the new state. The result may be written into
+            `full_P`.
+        start_reduce_scatter: this rank's summand (P), … → this rank's shard of the sum
+            (S), and the new state. The result may be written into `out_S`; `after` is
+            the collective that writes the summand, which must not be read before
+            `after` has ended.
+        lossy: numbers to send → the numbers that other ranks receive for them, (…, N) →
+            (…, N).
     """
 
     name: str
@@ -70,8 +77,12 @@ class CommHook(NamedTuple):
         return self.start_reduce_scatter(full, axis, state).wait()
 
 
-def _start_gather(shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, **how: Any) -> Sending:
-    return Sending(collectives.start_all_gather(shard.contiguous(), full_P, axis, **how), lambda: state)
+def _start_gather(
+    shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, **how: Any
+) -> Sending:
+    return Sending(
+        collectives.start_all_gather(shard.contiguous(), full_P, axis, **how), lambda: state
+    )
 
 
 def _start_reduce_scatter(full: Tensor, axis: Axis, state: State, **how: Any) -> Sending:
@@ -89,5 +100,7 @@ _EXACT = CommHook(
 
 
 def exact() -> CommHook:
-    """Sends numbers unchanged, like a step without comm hooks. *Collective:* each function sends `(W-1)/W · P` elements."""
+    """Sends numbers unchanged, like a step without comm hooks. *Collective:* each
+    function sends `(W-1)/W · P` elements.
+    """
     return _EXACT

@@ -1,8 +1,9 @@
 """Comm hooks that send fewer bytes: `compressed`, `error_feedback` and `reset_every`.
 
-`compressed(quantize(8))` for gathers and `compressed(quantize(4))` for reductions are ZeRO++ (Wang et al. 2023, qwZ and qgZ);
-with error feedback on the reductions they are LoCo (Xie et al. 2024). Every rank encodes and decodes its own shard, too, so
-that all ranks hold the same numbers. Sums are made in rank order, in fp32 or wider.
+`compressed(quantize(8))` for gathers and `compressed(quantize(4))` for reductions are
+ZeRO++ (Wang et al. 2023, qwZ and qgZ); with error feedback on the reductions they are
+LoCo (Xie et al. 2024). Every rank encodes and decodes its own shard, too, so that all
+ranks hold the same numbers. Sums are made in rank order, in fp32 or wider.
 
 Shape letters: P padded elements = W·S, S elements of a shard, W ranks.
 """
@@ -30,14 +31,18 @@ from fzero.comms.traced import in_order
 
 
 def compressed(codec: Codec) -> CommHook:
-    """Sends numbers encoded by `codec`. *Collective:* each function sends `(W-1) · codec.nbytes(S)` bytes."""
+    """Sends numbers encoded by `codec`. *Collective:* each function sends
+    `(W-1) · codec.nbytes(S)` bytes.
+    """
     if not isinstance(codec, Codec):
         raise ValueError(f"compressed: codec must be a Codec, got {codec!r}; pass quantize(8), say")
 
     def lossy(x: Tensor) -> Tensor:
         return codec.decode(codec.encode(x), x.shape[-1], x.dtype)
 
-    def start_gather(shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, **how: Any) -> Sending:
+    def start_gather(
+        shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, **how: Any
+    ) -> Sending:
         numel, codes = shard.numel(), codec.encode(shard)
         start = partial(collectives.start_all_gather, codes, None, **how)
         pending = _start_coded(start, axis, numel, codec.nbytes(numel))
@@ -49,12 +54,20 @@ def compressed(codec: Codec) -> CommHook:
         return Sending(pending.then(decode, full_P), lambda: state)
 
     def start_reduce_scatter(
-        full: Tensor, axis: Axis, state: State, *, out_S: Tensor | None = None, after: Pending | None = None, **how: Any
+        full: Tensor,
+        axis: Axis,
+        state: State,
+        *,
+        out_S: Tensor | None = None,
+        after: Pending | None = None,
+        **how: Any,
     ) -> Sending:
         numel = full.numel() // axis.size
         nbytes = codec.nbytes(numel)
         shape = (axis.size, nbytes)
-        rows, after = _make_after(lambda: codec.encode(_rows(full, axis)), shape, torch.uint8, full, after)
+        rows, after = _make_after(
+            lambda: codec.encode(_rows(full, axis)), shape, torch.uint8, full, after
+        )
         start = partial(collectives.start_all_to_all, rows.contiguous(), after=after, **how)
         pending = _start_coded(start, axis, numel, nbytes)
 
@@ -68,36 +81,54 @@ def compressed(codec: Codec) -> CommHook:
     def nbytes_of(numel: int, itemsize: int) -> int:
         return codec.nbytes(numel)
 
-    return CommHook(codec.name, nbytes_of, lambda like: None, start_gather, start_reduce_scatter, lossy)
+    return CommHook(
+        codec.name, nbytes_of, lambda like: None, start_gather, start_reduce_scatter, lossy
+    )
 
 
 def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
-    """Adds the error of one round to the numbers that this rank sends in the next (Seide et al. 2014; LoCo with `decay` 0.8).
+    """Adds the error of one round to the numbers that this rank sends in the next
+    (Seide et al. 2014; LoCo with `decay` 0.8).
 
-    The state is the error so far; it has the shape of the tensor that is sent. An error that is not finite becomes 0.
+    The state is the error so far; it has the shape of the tensor that is sent. An error
+    that is not finite becomes 0.
 
     Args:
         hook: the comm hook to correct; it must have no state.
-        decay: the weight of the old error against the new one: error ← decay · error + (1 - decay) · lost.
+        decay: the weight of the old error against the new one: error ← decay · error +
+            (1 - decay) · lost.
     """
     _check_hook("error_feedback", hook)
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
-        raise ValueError(f"error_feedback: decay must be in [0, 1), got {decay!r}; 0 keeps the last round's error only")
+        raise ValueError(
+            f"error_feedback: decay must be in [0, 1), got {decay!r}; 0 keeps the last round's "
+            f"error only"
+        )
 
-    def corrected(x: Tensor, error: Tensor, parts: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def corrected(
+        x: Tensor, error: Tensor, parts: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """The tensor to send instead of `x`, in the error's dtype, and the new error."""
         sent = x.to(error.dtype) + error
         lost = sent - hook.lossy(parts(sent)).reshape(sent.shape)
         error = decay * error + (1 - decay) * lost
         return sent, torch.where(error.isfinite(), error, 0.0)
 
-    def start_gather(shard: Tensor, axis: Axis, error: State, *, full_P: Tensor | None = None, **how: Any) -> Sending:
+    def start_gather(
+        shard: Tensor, axis: Axis, error: State, *, full_P: Tensor | None = None, **how: Any
+    ) -> Sending:
         sent, error = corrected(shard, error, lambda x: x)
         pending = hook.start_gather(sent, axis, None, **how).pending
         return Sending(pending.then(_copy_into(full_P, shard.dtype), full_P), lambda: error)
 
     def start_reduce_scatter(
-        full: Tensor, axis: Axis, error: State, *, out_S: Tensor | None = None, after: Pending | None = None, **how: Any
+        full: Tensor,
+        axis: Axis,
+        error: State,
+        *,
+        out_S: Tensor | None = None,
+        after: Pending | None = None,
+        **how: Any,
     ) -> Sending:
         errors: list[Tensor] = []
         # If another stream makes it, in memory of this one, where the next round reads it.
@@ -121,10 +152,14 @@ def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
 
 def _check_hook(field: str, hook: CommHook) -> None:
     if not isinstance(hook, CommHook):
-        raise ValueError(f"{field}: comm hook must be a CommHook, got {hook!r}; pass compressed(quantize(4)), say")
+        raise ValueError(
+            f"{field}: comm hook must be a CommHook, got {hook!r}; pass compressed(quantize(4)), "
+            f"say"
+        )
     if hook.init(torch.empty(2, device="meta")) is not None:
         raise ValueError(
-            f"{field}: comm hook must be without a state of its own, got {hook.name}; pass the hook inside of it"
+            f"{field}: comm hook must be without a state of its own, got {hook.name}; pass the "
+            f"hook inside of it"
         )
 
 
@@ -137,21 +172,27 @@ class ResetEvery(NamedTuple):
 
 
 def reset_every(hook: CommHook, *, every: int) -> CommHook:
-    """A comm hook whose state is reset to that of `init` every `every` rounds (LoCo's `reset_T`)."""
+    """A comm hook whose state is reset to that of `init` every `every` rounds (LoCo's
+    `reset_T`).
+    """
     if not isinstance(hook, CommHook):
         raise ValueError(
             f"reset_every: hook must be a CommHook, got {type(hook).__name__}; pass "
             f"error_feedback(compressed(quantize(4))), say"
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"reset_every: every must be a positive number of rounds, got {every!r}; pass 1024, say")
+        raise ValueError(
+            f"reset_every: every must be a positive number of rounds, got {every!r}; pass 1024, say"
+        )
 
     def init(like: Tensor) -> ResetEvery:
         return ResetEvery(hook.init(like), torch.zeros((), dtype=torch.int64, device=like.device))
 
     def present(x: Tensor, state: ResetEvery) -> State:
         is_new = state.num_rounds % every == 0
-        return optree.tree_map(lambda first, now: torch.where(is_new, first, now), hook.init(x), state.state)
+        return optree.tree_map(
+            lambda first, now: torch.where(is_new, first, now), hook.init(x), state.state
+        )
 
     def later(sending: Sending, state: ResetEvery) -> Sending:
         return sending._replace(state=lambda: ResetEvery(sending.state(), state.num_rounds + 1))
@@ -167,10 +208,14 @@ def reset_every(hook: CommHook, *, every: int) -> CommHook:
 
 
 def _make_after(
-    make: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, after: Pending | None
+    make: Callable[[], Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    like: Tensor,
+    after: Pending | None,
 ) -> tuple[Tensor, Pending | None]:
-    """A tensor that is made when `after` has ended (now, if it has), and the collective that must end before the tensor may be
-    read."""
+    """A tensor that is made when `after` has ended (now, if it has), and the collective
+    that must end before the tensor may be read."""
     if after is None or after.has_ended:
         return make(), None
     made = like.new_empty(shape, dtype=dtype)
@@ -183,14 +228,21 @@ def _copy_into(out: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Ten
 
 
 def _start_coded(start: Callable[[Axis], Pending], axis: Axis, before: int, after: int) -> Pending:
-    """Starts a collective that is recorded with the number of elements before encoding; `before`, `after`: lengths of a row."""
+    """Starts a collective that is recorded with the number of elements before encoding;
+    `before`, `after`: lengths of a row.
+    """
     if not isinstance(axis, RankAxis):
         with torch.fx.traceback.annotate({"coded": (before, after)}):
             return start(axis)
     report = axis.observe
     if report is None or before == after:
         return start(axis)
-    return start(replace(axis, observe=lambda r: report(r._replace(num_elements=r.num_elements // after * before))))
+    return start(
+        replace(
+            axis,
+            observe=lambda r: report(r._replace(num_elements=r.num_elements // after * before)),
+        )
+    )
 
 
 def _rows(full: Tensor, axis: Axis) -> Tensor:

@@ -1,9 +1,12 @@
-"""The ranks of a job in one process, in lockstep. The results have the same bits as with one process per rank.
+"""The ranks of a job in one process, in lockstep. The results have the same bits as
+with one process per rank.
 
-Each rank is a thread, and one thread runs at a time. When it needs a message that has not been sent yet, the next rank that can
-continue runs. Each rank has its own random numbers: the states of torch's generators, of the CPU and of the ranks' device, are
-saved when a rank stops, and restored when it continues. All ranks launch work on the caller's stream. Kernels use as many
-threads as in the calling thread, because that decides how their sums are split.
+Each rank is a thread, and one thread runs at a time. When it needs a message that has
+not been sent yet, the next rank that can continue runs. Each rank has its own random
+numbers: the states of torch's generators, of the CPU and of the ranks' device, are
+saved when a rank stops, and restored when it continues. All ranks launch work on the
+caller's stream. Kernels use as many threads as in the calling thread, because that
+decides how their sums are split.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ class StuckError(RuntimeError):
 class Hub:
     """Carries messages between `size` ranks of one process.
 
-    The n-th call of `expect` for a source and a target names the n-th message sent between them, in whatever order they are
-    received.
+    The n-th call of `expect` for a source and a target names the n-th message sent
+    between them, in whatever order they are received.
 
     >>> def swap(rank: int) -> str:
     ...     hub.send(rank, 1 - rank, f"of rank {rank}")
@@ -57,12 +60,14 @@ class Hub:
     def run(self, function: Callable[[int], T]) -> list[T]:
         """The results of `function(rank)` on every rank, in order.
 
-        When all have ended, it raises the first error. Errors of ranks that only waited for another rank count last.
+        When all have ended, it raises the first error. Errors of ranks that only waited
+        for another rank count last.
         """
         self._clear()
         results: list[Any] = [None] * self.size
         errors: list[tuple[int, BaseException]] = []
-        # OpenMP keeps the number of its threads per thread: a new thread would use the number from the environment.
+        # OpenMP keeps the number of its threads per thread: a new thread would use the number from
+        # the environment.
         num_threads = torch.get_num_threads()
         # The current stream belongs to the thread.
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
@@ -78,7 +83,9 @@ class Hub:
             self._runs[rank] = False
             self._pass_on(rank)
 
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.size)]
+        threads = [
+            threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.size)
+        ]
         process_rng = random_states(self._device)
         for thread in threads:
             thread.start()
@@ -90,7 +97,9 @@ class Hub:
             self._is_stuck = True  # after an interrupt, ends the ranks that still wait
             set_random_states(process_rng, self._device)
         if errors:
-            rank, error = min(errors, key=lambda found: isinstance(found[1].__cause__ or found[1], StuckError))
+            rank, error = min(
+                errors, key=lambda found: isinstance(found[1].__cause__ or found[1], StuckError)
+            )
             error.add_note(f"fzero: raised on rank {rank} of {self.size}, which run in lockstep")
             raise error
         return results
@@ -107,7 +116,9 @@ class Hub:
         return source, target, number
 
     def receive(self, message: tuple[int, int, int]) -> Any:
-        """The value of a message that `expect` named. Other ranks run until it arrives; a StuckError if it will not."""
+        """The value of a message that `expect` named. Other ranks run until it arrives;
+        a StuckError if it will not.
+        """
         while message not in self._mail:
             self._wait(message)
             if self._is_stuck and message not in self._mail:
@@ -117,7 +128,8 @@ class Hub:
         return self._mail.pop(message)
 
     def aside(self, rank: int, value: int) -> list[int] | None:
-        """Every rank's number, outside of the order of messages; None if another rank does not call it.
+        """Every rank's number, outside of the order of messages; None if another rank
+        does not call it.
 
         >>> hub = Hub(2)
         >>> hub.run(lambda rank: hub.aside(rank, 10 + rank))
@@ -136,8 +148,9 @@ class Hub:
     def _wait(self, message: tuple[int, int, int]) -> None:
         if torch.autograd.forward_ad._current_level >= 0:
             raise ValueError(
-                "simulate: ranks in lockstep must not gather inside forward-mode differentiation (torch.func.jvp, jacfwd), whose "
-                "levels are those of the process and not of a rank; use real processes, or a stage below 3"
+                "simulate: ranks in lockstep must not gather inside forward-mode differentiation "
+                "(torch.func.jvp, jacfwd), whose levels are those of the process and not of a "
+                "rank; use real processes, or a stage below 3"
             )
         rank = message[1]
         self._waits_for[rank] = message

@@ -1,13 +1,17 @@
-"""The axes of a mesh, and collectives along several axes. Each of these is a sequence of collectives along one axis.
+"""The axes of a mesh, and collectives along several axes. Each of these is a sequence
+of collectives along one axis.
 
-Shards are cut along the major axis first. So an all-gather joins neighbours along the minor axis first. A reduce-scatter
-starts with the major axis: the traffic along minor axes is divided by the size of the major one. On a mesh of one axis, each of
-them is a single collective.
+Shards are cut along the major axis first. So an all-gather joins neighbours along the
+minor axis first. A reduce-scatter starts with the major axis: the traffic along minor
+axes is divided by the size of the major one. On a mesh of one axis, each of them is a
+single collective.
 
-A collective gets the tensor that will hold the result of the previous collective (`Pending.out`), and waits for that collective
-(`after`). The same code works in a graph and on stacked ranks, where `out` is a new value.
+A collective gets the tensor that will hold the result of the previous collective
+(`Pending.out`), and waits for that collective (`after`). The same code works in a graph
+and on stacked ranks, where `out` is a new value.
 
-Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards along `axes`.
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards
+along `axes`.
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ _NONE: Mapping[str, Any] = {}
 
 
 class Division(Protocol):
-    """The part of a plan that these collectives read: how it divides the state among the ranks of a mesh."""
+    """The part of a plan that these collectives read: how it divides the state among
+    the ranks of a mesh.
+    """
 
     @property
     def mesh(self) -> Mesh: ...
@@ -69,7 +75,8 @@ class AxisMesh(Generic[AnyAxis]):
     Args:
         world: all ranks of the job; on one axis, that axis.
         axes: the axes over which the finest shards lie, major first (`Plan.axes`).
-        replicate_axes: the axes along which other ranks hold the same shards (`Plan.replicate_axes`).
+        replicate_axes: the axes along which other ranks hold the same shards
+            (`Plan.replicate_axes`).
     """
 
     world: AnyAxis
@@ -85,7 +92,8 @@ class AxisMesh(Generic[AnyAxis]):
         hooks: Hooks = _NONE,
         label: Label = GATHER,
     ) -> Pending:
-        """Starts to write the shards of all ranks along `axes` into `full`. `shard_S` may be a slice of it.
+        """Starts to write the shards of all ranks along `axes` into `full`. `shard_S`
+        may be a slice of it.
 
         *Collective:* every rank of `axes`.
 
@@ -121,17 +129,23 @@ class AxisMesh(Generic[AnyAxis]):
         states: States = _NONE,
         label: Label = REDUCE,
     ) -> Sending:
-        """Starts to sum `full_P` over all ranks: along `axes` in order, each in rank order, and then along the replicate axes.
+        """Starts to sum `full_P` over all ranks: along `axes` in order, each in rank
+        order, and then along the replicate axes.
 
         *Collective:* every rank.
 
         Args:
-            full_P: this rank's summand; must not change until the end. On several axes it is overwritten.
-            out_S: the result is written here; may be this rank's shard of `full_P`. None makes a new tensor, or uses that shard.
-            sum_replicas: `"later"` leaves the sum along the replicate axes to `start_sum_replicas`, which takes this result.
-            held_S: the sum of earlier calls. The shard is added to it, in its dtype, before the sum along the replicate axes.
+            full_P: this rank's summand; must not change until the end. On several axes
+                it is overwritten.
+            out_S: the result is written here; may be this rank's shard of `full_P`.
+                None makes a new tensor, or uses that shard.
+            sum_replicas: `"later"` leaves the sum along the replicate axes to
+                `start_sum_replicas`, which takes this result.
+            held_S: the sum of earlier calls. The shard is added to it, in its dtype,
+                before the sum along the replicate axes.
             hooks: the comm hooks, by axis.
-            states: the states of the hooks, by axis; the returned `Sending` gives the new ones.
+            states: the states of the hooks, by axis; the returned `Sending` gives the
+                new ones.
         """
         pending, through = None, _Through(hooks, states, {})
         for axis in self.axes:
@@ -147,25 +161,42 @@ class AxisMesh(Generic[AnyAxis]):
         return Sending(pending, through.now)
 
     def start_sum_replicas(
-        self, shard_S: Tensor, *, hooks: Hooks = _NONE, states: States = _NONE, label: Label = REDUCE
+        self,
+        shard_S: Tensor,
+        *,
+        hooks: Hooks = _NONE,
+        states: States = _NONE,
+        label: Label = REDUCE,
     ) -> Sending:
-        """Starts to sum shards along the replicate axes, in place. *Collective:* every rank of these."""
+        """Starts to sum shards along the replicate axes, in place. *Collective:* every
+        rank of these.
+        """
         through = _Through(hooks, states, {})
         return Sending(through.start_sum(shard_S, self.replicate_axes, None, label), through.now)
 
     def start_all_reduce(
         self, full_P: Tensor, *, hooks: Hooks = _NONE, states: States = _NONE, label: Label = REDUCE
     ) -> Sending:
-        """Starts to sum `full_P` over all ranks, in place and in the same order. *Collective:* every rank."""
+        """Starts to sum `full_P` over all ranks, in place and in the same order.
+        *Collective:* every rank.
+        """
         through = _Through(hooks, states, {})
-        return Sending(through.start_sum(full_P, (*self.axes, *self.replicate_axes), None, label), through.now)
+        return Sending(
+            through.start_sum(full_P, (*self.axes, *self.replicate_axes), None, label), through.now
+        )
 
-    def all_gather(self, shard: Tensor, axes: Sequence[AnyAxis], *, label: Label = GATHER) -> Tensor:
-        """The shards of all ranks along `axes`, in order. *Collective:* every rank of `axes`."""
+    def all_gather(
+        self, shard: Tensor, axes: Sequence[AnyAxis], *, label: Label = GATHER
+    ) -> Tensor:
+        """The shards of all ranks along `axes`, in order. *Collective:* every rank of
+        `axes`.
+        """
         return self.start_all_gather(shard, None, axes, label=label).wait()
 
     def stack(self, x: Tensor, *, label: Label = OTHER) -> Tensor:
-        """Stacks the small tensors of all shards along a new first dimension. *Collective:* every rank of `axes`."""
+        """Stacks the small tensors of all shards along a new first dimension.
+        *Collective:* every rank of `axes`.
+        """
         *majors, minor = self.axes
         rows = collectives.stack(x, minor, label=label)
         for axis in reversed(majors):
@@ -185,27 +216,35 @@ class RankMesh(AxisMesh[RankAxis]):
 
     @classmethod
     def of(cls, world: RankAxis, plan: Division) -> Self:
-        """The axes of this rank. *Collective* on several axes of processes: the first call makes a process group for each."""
+        """The axes of this rank. *Collective* on several axes of processes: the first
+        call makes a process group for each.
+        """
         return cls(*_axes(world, plan), plan.shard_of(world.rank))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same ranks, whose collectives are also reported to `observe`."""
         both = (self.axes, self.replicate_axes)
         axes, replicate_axes = (tuple(observed(axis, observe) for axis in own) for own in both)
-        return replace(self, world=observed(self.world, observe), axes=axes, replicate_axes=replicate_axes)
+        return replace(
+            self, world=observed(self.world, observe), axes=axes, replicate_axes=replicate_axes
+        )
 
 
-def _axes(world: AnyRank, plan: Division) -> tuple[AnyRank, tuple[AnyRank, ...], tuple[AnyRank, ...]]:
+def _axes(
+    world: AnyRank, plan: Division
+) -> tuple[AnyRank, tuple[AnyRank, ...], tuple[AnyRank, ...]]:
     """All ranks, the shard axes and the replicate axes of one rank."""
     if not is_several(plan.mesh):
         world = replace(world, name=plan.axes[0])
         return world, (world,), ()
     both = (plan.axes, plan.replicate_axes)
-    axes, replicate_axes = (tuple(along(world, plan.mesh, name) for name in names) for names in both)
+    axes, replicate_axes = (
+        tuple(along(world, plan.mesh, name) for name in names) for names in both
+    )
     return replace(world, name=WORLD), axes, replicate_axes
 
 
-# --- meshes in a graph -------------------------------------------------------------------------------------------
+# --- meshes in a graph ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +276,12 @@ class OneRank:
         return self.shard * numel
 
 
-def traced_mesh(world: ProcessAxis | AbstractAxis, plan: Division, device: torch.device) -> AxisMesh[TracedAxis]:
-    """The mesh of one rank in a graph. *Collective* on several axes of processes, like `RankMesh.of`."""
+def traced_mesh(
+    world: ProcessAxis | AbstractAxis, plan: Division, device: torch.device
+) -> AxisMesh[TracedAxis]:
+    """The mesh of one rank in a graph. *Collective* on several axes of processes, like
+    `RankMesh.of`.
+    """
     all_ranks, *several = _axes(world, plan)
     axes, replicate_axes = (tuple(TracedAxis.of(axis, device) for axis in own) for own in several)
     # An axis as long as the world has the world's group, so both take one name.
@@ -248,11 +291,13 @@ def traced_mesh(world: ProcessAxis | AbstractAxis, plan: Division, device: torch
 
 def stacked_mesh(ranks: Stacked, plan: Division) -> AxisMesh[StackedAxis]:
     """The mesh of all ranks at once."""
-    axes, replicate_axes = (tuple(map(ranks.axis, names)) for names in (plan.axes, plan.replicate_axes))
+    axes, replicate_axes = (
+        tuple(map(ranks.axis, names)) for names in (plan.axes, plan.replicate_axes)
+    )
     return AxisMesh(StackedAxis(plan.world_size, ranks=ranks), axes, replicate_axes)
 
 
-# --- parts of collectives along several axes ---------------------------------------------------------------------
+# --- parts of collectives along several axes ------------------------------------------------------
 
 
 class _Through(NamedTuple):
@@ -278,10 +323,14 @@ class _Through(NamedTuple):
             self.after[axis.name] = sending.state
         return _into(out, sending.pending)
 
-    def start_sum(self, full: Tensor, axes: Sequence[Axis], after: Pending | None, label: Label) -> Pending:
-        """Starts to sum along one axis after the other, in place. The sums are gathered without comm hooks.
+    def start_sum(
+        self, full: Tensor, axes: Sequence[Axis], after: Pending | None, label: Label
+    ) -> Pending:
+        """Starts to sum along one axis after the other, in place. The sums are gathered
+        without comm hooks.
 
-        The other axes are summed between the two halves of the all-reduce along the first axis, because tensors are small there.
+        The other axes are summed between the two halves of the all-reduce along the
+        first axis, because tensors are small there.
         """
         several = [axis for axis in axes if axis.size > 1] or axes[:1]
         if not several:
@@ -294,16 +343,22 @@ class _Through(NamedTuple):
         reduction = self.start_reduce_scatter(full, halves, _own(full, first), after, label)
         if then:
             reduction = self.start_sum(_out(reduction, full), then, reduction, label)
-        return collectives.start_all_gather(_out(reduction, full), full, halves, after=reduction, label=label)
+        return collectives.start_all_gather(
+            _out(reduction, full), full, halves, after=reduction, label=label
+        )
 
 
 def _is_hooked(axis: Axis, x: Tensor, hooks: Hooks) -> bool:
-    """Whether a comm hook sends `x` along an axis. One rank alone sends nothing, and an empty tensor is not sent."""
+    """Whether a comm hook sends `x` along an axis. One rank alone sends nothing, and an
+    empty tensor is not sent.
+    """
     return axis.name in hooks and axis.size > 1 and x.numel() > 0
 
 
 def _out(pending: Pending | None, first: Tensor) -> Tensor:
-    """The tensor that the next collective sends: the result of the previous collective, or `first` if there is none."""
+    """The tensor that the next collective sends: the result of the previous collective,
+    or `first` if there is none.
+    """
     if pending is None:
         return first
     assert pending.out is not None
@@ -311,19 +366,27 @@ def _out(pending: Pending | None, first: Tensor) -> Tensor:
 
 
 def _into(out: Tensor | None, pending: Pending) -> Pending:
-    """The collective of a comm hook, with its result in `out`. (The hook may have written the result to other memory.)"""
+    """The collective of a comm hook, with its result in `out`. (The hook may have
+    written the result to other memory.)
+    """
     if out is not None:
-        return pending.then(lambda result: result if result.data_ptr() == out.data_ptr() else out.copy_(result), out)
+        return pending.then(
+            lambda result: result if result.data_ptr() == out.data_ptr() else out.copy_(result), out
+        )
     return pending if pending.works else ended(pending.finish(), pending.label)
 
 
 def _plus(pending: Pending, x: Tensor) -> Pending:
-    """The same collective, with `x` added to its result; the sum is also written into `x`."""
+    """The same collective, with `x` added to its result; the sum is also written into
+    `x`.
+    """
     return pending.then(lambda result: result.copy_(x.add_(result)), pending.out)
 
 
 def _own(full: Tensor | None, axis: Axis) -> Tensor | None:
-    """This rank's shard of a tensor that is divided along one axis, as a view to write to; None if there is no such memory."""
+    """This rank's shard of a tensor that is divided along one axis, as a view to write
+    to; None if there is no such memory.
+    """
     if full is None or not isinstance(axis, RankAxis):
         return None
     numel = full.numel() // axis.size

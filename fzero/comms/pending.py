@@ -33,14 +33,17 @@ _ABANDONED: list[Pending] = []
 class Pending:
     """A collective that has been started; call `wait()` once for its result.
 
-    Holds the tensors that the collective reads (`reads`, `works`) and writes, so that they live until it ends.
+    Holds the tensors that the collective reads (`reads`, `works`) and writes, so that
+    they live until it ends.
 
     Attributes:
         label: its purpose.
         works: the sends and receives to wait for.
-        last: makes the result when `works` have ended; None if the result is in `out` by then.
-        out: the tensor that will hold the result, so that the next collective can get it before this one has ended; None if there
-            is none yet. In a graph it is the result.
+        last: makes the result when `works` have ended; None if the result is in `out`
+            by then.
+        out: the tensor that will hold the result, so that the next collective can get
+            it before this one has ended; None if there is none yet. In a graph it is
+            the result.
     """
 
     label: Label
@@ -55,7 +58,9 @@ class Pending:
         return not self.works and self.last is None
 
     def wait(self) -> Tensor:
-        """The result. Raises `CollectiveError` when another rank has died or the timeout has passed."""
+        """The result. Raises `CollectiveError` when another rank has died or the
+        timeout has passed.
+        """
         if self.works:
             self.end()
         return self.finish()
@@ -68,8 +73,8 @@ class Pending:
         return self.out
 
     def then(self, function: Callable[[Tensor], Tensor], out: Tensor | None = None) -> Pending:
-        """The same collective, whose result is `function(result)`, written to `out`. The function is called now if this one has
-        ended."""
+        """The same collective, whose result is `function(result)`, written to `out`.
+        The function is called now if this one has ended."""
         if self.has_ended:
             return ended(function(self.finish()), self.label)
         return Pending(self.label, self.works, lambda: function(self.finish()), out)
@@ -90,7 +95,8 @@ class Pending:
             raise failed(self.label, error) from error
         finally:
             HERE.waits.pop(thread, None)
-            if not current_thread().name.startswith(SENDER):  # that thread waits instead of the caller
+            # that thread waits instead of the caller
+            if not current_thread().name.startswith(SENDER):
                 HERE.waited[self.label.purpose] += time.perf_counter() - began
 
 
@@ -118,14 +124,16 @@ class Letters(tuple[Letter, ...]):
 def abandon(pendings: Sequence[Pending]) -> None:
     """Keeps collectives that nobody will wait for, until `settle`.
 
-    If a send is freed early, gloo forgets it, and the receiving rank waits for ever. Before gloo frees a receive, it waits for
-    the sending rank.
+    If a send is freed early, gloo forgets it, and the receiving rank waits for ever.
+    Before gloo frees a receive, it waits for the sending rank.
     """
     _ABANDONED.extend(pending for pending in pendings if not isinstance(pending.works, Letters))
 
 
 def settle() -> None:
-    """Waits until abandoned collectives have ended, because they write into tensors that are used again."""
+    """Waits until abandoned collectives have ended, because they write into tensors
+    that are used again.
+    """
     while _ABANDONED:
         with suppress(CollectiveError):
             _ABANDONED.pop(0).end()
@@ -137,7 +145,9 @@ def has_abandoned() -> bool:
 
 
 def drop_abandoned() -> None:
-    """Drops abandoned collectives, which would keep the connections of their group open."""
+    """Drops abandoned collectives, which would keep the connections of their group
+    open.
+    """
     for pending in _ABANDONED:
         if isinstance(pending.works, Future):
             pending.works.cancel()  # otherwise it could start in a group that is joined later
@@ -146,5 +156,7 @@ def drop_abandoned() -> None:
 
 @atexit.register
 def _never_free() -> None:
-    """Keeps abandoned collectives at the end of a process, because freeing them would wait for other ranks."""
+    """Keeps abandoned collectives at the end of a process, because freeing them would
+    wait for other ranks.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_ABANDONED))

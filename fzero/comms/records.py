@@ -1,7 +1,8 @@
-"""The traffic of a collective: its messages, records of it, and labels with its purpose. An axis's `observe` gets the records.
+"""The traffic of a collective: its messages, records of it, and labels with its
+purpose. An axis's `observe` gets the records.
 
-A label holds the purpose of a collective and the flat buffer that it moves. So the traffic can be added up by unit, axis or
-purpose (`fzero.profiling.comm_trace`).
+A label holds the purpose of a collective and the flat buffer that it moves. So the
+traffic can be added up by unit, axis or purpose (`fzero.profiling.comm_trace`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,25 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 Purpose = Literal[
-    "gather", "reduce", "all_gather_params", "loss_stats", "norm", "optimizer", "momentum", "buffers", "agree",
-    "negotiate", "overflow", "init", "compare", "reshard", "files", "save", "stages", "other",
-]  # fmt: skip
+    "gather",
+    "reduce",
+    "all_gather_params",
+    "loss_stats",
+    "norm",
+    "optimizer",
+    "momentum",
+    "buffers",
+    "agree",
+    "negotiate",
+    "overflow",
+    "init",
+    "compare",
+    "reshard",
+    "files",
+    "save",
+    "stages",
+    "other",
+]
 Phase = Literal["", "forward", "boundary", "backward", "update"]
 
 PURPOSES: dict[Purpose, str] = {
@@ -46,8 +63,10 @@ class Label:
 
     Args:
         purpose: one of `PURPOSES`.
-        buffer: the key of the flat buffer that it moves, or another name of its contents; "" for none.
-        phase: the phase of the step; "boundary" is between forward and backward, "" outside of a step.
+        buffer: the key of the flat buffer that it moves, or another name of its
+            contents; "" for none.
+        phase: the phase of the step; "boundary" is between forward and backward, ""
+            outside of a step.
 
     >>> print(Label("gather", "blocks.0/float32", "forward"))
     gather blocks.0/float32
@@ -71,10 +90,12 @@ class CommRecord(NamedTuple):
     """The traffic of one collective, as the `observe` of an axis gets it.
 
     Attributes:
-        num_elements: elements that this rank sends to all others together: `(W-1)/W · P` for a gather or a reduce-scatter of P
-            elements. If a comm hook encodes them, they are counted before encoding.
+        num_elements: elements that this rank sends to all others together:
+            `(W-1)/W · P` for a gather or a reduce-scatter of P elements. If a comm hook
+            encodes them, they are counted before encoding.
         nbytes: bytes that this rank sends.
-        axis: the mesh axis; "world" for numbers that go to all ranks of a mesh of several axes.
+        axis: the mesh axis; "world" for numbers that go to all ranks of a mesh of
+            several axes.
         is_joined: whether one call moves other flat buffers, too.
     """
 
@@ -87,17 +108,20 @@ class CommRecord(NamedTuple):
 
 
 class AxisMessages(NamedTuple):
-    """The messages of one rank in a collective along one axis: the elements of each, and to how many ranks."""
+    """The messages of one rank in a collective along one axis: the elements of each,
+    and to how many ranks.
+    """
 
     numel: int
     num_others: int
 
 
 def messages(numel: int, sizes: Iterable[int]) -> Iterator[AxisMessages]:
-    """The messages of a reduce-scatter of `numel` elements along axes of these sizes, one axis after the other.
+    """The messages of a reduce-scatter of `numel` elements along axes of these sizes,
+    one axis after the other.
 
-    Its transpose, the all-gather that ends with `numel` elements, has the same messages in the opposite order. Primitives, plans
-    and dry runs read them here.
+    Its transpose, the all-gather that ends with `numel` elements, has the same messages
+    in the opposite order. Primitives, plans and dry runs read them here.
 
     >>> [*messages(24, [3, 2])]
     [AxisMessages(numel=8, num_others=2), AxisMessages(numel=4, num_others=1)]

@@ -1,7 +1,7 @@
 """`TracedAxis`: the collectives as nodes of a captured graph.
 
-The methods are traced into a graph and never run as Python. On gloo the nodes are all-to-alls and a sum in rank order; on NCCL
-they are the backend's own collectives.
+The methods are traced into a graph and never run as Python. On gloo the nodes are
+all-to-alls and a sum in rank order; on NCCL they are the backend's own collectives.
 
 Shapes: P padded elements = W·S, S elements of a shard, W ranks.
 """
@@ -40,10 +40,18 @@ class TracedAxis:
         if isinstance(axis, AbstractAxis):
             return cls(axis.size, axis.rank, axis.name, axis.backend == "nccl", axis.name)
         group = axis.group or (dist.group.WORLD if axis.size > 1 else None)
-        return cls(axis.size, axis.rank, "" if group is None else group.group_name, device.type == "cuda", axis.name)
+        return cls(
+            axis.size,
+            axis.rank,
+            "" if group is None else group.group_name,
+            device.type == "cuda",
+            axis.name,
+        )
 
     def all_gather(self, shard_S: Tensor) -> Tensor:
-        """The shards of all ranks in rank order, S → P. *Collective:* sends (W-1)/W · P."""
+        """The shards of all ranks in rank order, S → P. *Collective:* sends (W-1)/W ·
+        P.
+        """
         if self.size == 1 or not shard_S.numel():
             return shard_S
         if self.is_nccl:
@@ -51,7 +59,9 @@ class TracedAxis:
         return self._all_to_all(shard_S.repeat(self.size))
 
     def reduce_scatter(self, full_P: Tensor) -> Tensor:
-        """This rank's shard of the sum over ranks, P → S. *Collective:* sends (W-1)/W · P."""
+        """This rank's shard of the sum over ranks, P → S. *Collective:* sends (W-1)/W ·
+        P.
+        """
         if self.size == 1 or not full_P.numel():
             return full_P
         if self.is_nccl:
@@ -67,14 +77,18 @@ class TracedAxis:
         return self.all_gather(self.reduce_scatter(full_P))
 
     def stack(self, x: Tensor) -> Tensor:
-        """The small tensors of all ranks along a new first dimension. *Collective:* sends (W-1) · numel."""
+        """The small tensors of all ranks along a new first dimension. *Collective:*
+        sends (W-1) · numel.
+        """
         if self.size == 1:
             return x[None]
         rows = _wait(_ops.all_gather_into_tensor(x.reshape(-1), self.size, self.group_name))
         return rows.view(self.size, *x.shape)
 
     def all_to_all(self, rows_WN: Tensor) -> Tensor:
-        """Rank r gets row r of every rank, in rank order. *Collective:* sends (W-1) · N."""
+        """Rank r gets row r of every rank, in rank order. *Collective:* sends (W-1) ·
+        N.
+        """
         if self.size == 1 or not rows_WN.numel():
             return rows_WN
         return self._all_to_all(rows_WN.reshape(-1)).view(rows_WN.shape)
@@ -85,7 +99,9 @@ class TracedAxis:
 
 
 def in_order(summands: Sequence[Tensor]) -> Tensor:
-    """The sum from the first summand to the last. If they are in rank order, it has the same bits as in a job of processes."""
+    """The sum from the first summand to the last. If they are in rank order, it has the
+    same bits as in a job of processes.
+    """
     return functools.reduce(operator.add, summands)
 
 
@@ -95,7 +111,9 @@ def _wait(x: Tensor) -> Tensor:
 
 
 def collective_that_raised(error: BaseException) -> str | None:
-    """The name of the graph node that an error comes from, if the node is a collective or waits for one."""
+    """The name of the graph node that an error comes from, if the node is a collective
+    or waits for one.
+    """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         operator = frame.f_locals.get("self")
         if getattr(operator, "namespace", None) == _ops.name:

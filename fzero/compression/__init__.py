@@ -1,6 +1,8 @@
-"""Compression as a pure function of the gathered parameter and the number of updates: quantization, pruning, layer reduction.
+"""Compression as a pure function of the gathered parameter and the number of updates:
+quantization, pruning, layer reduction.
 
-May import: model, config, optim and below. Begin with `fzero.compression.plan`; `fzero.compression.matching` makes the plan.
+May import: model, config, optim and below. Begin with `fzero.compression.plan`;
+`fzero.compression.matching` makes the plan.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +13,10 @@ if TYPE_CHECKING:
     from fzero.compression.cleaning import clean as clean, shrunk as shrunk
     from fzero.compression.inputs import quantized_inputs as quantized_inputs
     from fzero.compression.matching import compression as compression
-    from fzero.compression.plan import CompressionPlan as CompressionPlan, compression_of as compression_of
+    from fzero.compression.plan import (
+        CompressionPlan as CompressionPlan,
+        compression_of as compression_of,
+    )
     from fzero.compression.prepared import prepare as prepare
     from fzero.compression.students import start_of_student as start_of_student
 else:

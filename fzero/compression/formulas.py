@@ -1,7 +1,8 @@
-"""Quantizers, masks and schedules as functions of tensors; n is the number of updates so far, an int or a 0-d int64 tensor.
+"""Quantizers, masks and schedules as functions of tensors; n is the number of updates
+so far, an int or a 0-d int64 tensor.
 
-With an int, a step that is off costs nothing. With a tensor, both sides are computed, and a graph needs no new capture when n
-passes an offset: the numbers are the same.
+With an int, a step that is off costs nothing. With a tensor, both sides are computed,
+and a graph needs no new capture when n passes an offset: the numbers are the same.
 
 Shape letters: N elements, G groups, K elements of a group.
 """
@@ -35,7 +36,9 @@ __all__ = [
 
 
 def choose(is_on: bool | Tensor, on: Callable[[], Tensor], off: Tensor) -> Tensor:
-    """`on()` where `is_on`, else `off`; an `is_on` of Python decides without computing the other."""
+    """`on()` where `is_on`, else `off`; an `is_on` of Python decides without computing
+    the other.
+    """
     if isinstance(is_on, Tensor):
         return torch.where(is_on, on(), off)
     return on() if is_on else off
@@ -50,11 +53,12 @@ def straight_through(value: Tensor, source: Tensor) -> Tensor:
         return seen.copy_(value)
 
 
-# --- schedules -----------------------------------------------------------------------------------------------------
+# --- schedules ------------------------------------------------------------------------------------
 
 
 def bits_at(num_after: Number, start: int, target: int, period: int) -> Number:
-    """The bits after `num_after` updates since the offset: one is lost at the period, then at each doubled one.
+    """The bits after `num_after` updates since the offset: one is lost at the period,
+    then at each doubled one.
 
     >>> [bits_at(q, 8, 4, 2) for q in (1, 2, 3, 4, 7, 8, 15, 16, 99)]
     [8, 7, 7, 6, 6, 5, 5, 4, 4]
@@ -66,8 +70,11 @@ def bits_at(num_after: Number, start: int, target: int, period: int) -> Number:
     return bits
 
 
-def share_at(num_after: Number, start: int, target: int, period: int, ratio: float) -> float | Tensor:
-    """The share of the unquantized weight: it falls from 1 by `ratio` in each update, and is 1 again at each loss of a bit.
+def share_at(
+    num_after: Number, start: int, target: int, period: int, ratio: float
+) -> float | Tensor:
+    """The share of the unquantized weight: it falls from 1 by `ratio` in each update,
+    and is 1 again at each loss of a bit.
 
     >>> [share_at(q, 8, 7, 2, 0.25) for q in (0, 1, 2, 3, 5, 9)]
     [1.0, 0.75, 1.0, 0.75, 0.25, 0.0]
@@ -84,7 +91,7 @@ def share_at(num_after: Number, start: int, target: int, period: int, ratio: flo
     return max(1.0 - since * ratio, 0.0)
 
 
-# --- quantizers ----------------------------------------------------------------------------------------------------
+# --- quantizers -----------------------------------------------------------------------------------
 
 
 def quantize(
@@ -96,10 +103,12 @@ def quantize(
     bounds: tuple[int, int] | None = None,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """The nearest of at most 2^bits values, chosen for each of `num_groups` equal pieces of `x`; of the same dtype and shape.
+    """The nearest of at most 2^bits values, chosen for each of `num_groups` equal
+    pieces of `x`; of the same dtype and shape.
 
-    From 3 bits on the values are evenly spaced; 2 bits have -a, 0, a, and 1 bit has -a, a. They are computed in fp32 or wider. A
-    piece whose elements are all the same keeps them.
+    From 3 bits on the values are evenly spaced; 2 bits have -a, 0, a, and 1 bit has -a,
+    a. They are computed in fp32 or wider. A piece whose elements are all the same keeps
+    them.
 
     Args:
         bounds: the least and the most bits, where `bits` is a tensor.
@@ -108,33 +117,46 @@ def quantize(
     if not x.numel():
         return x
     wide_GK = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(num_groups, -1)
-    least, most = bounds if bounds is not None and isinstance(bits, Tensor) else (int(bits), int(bits))
+    least, most = (
+        bounds if bounds is not None and isinstance(bits, Tensor) else (int(bits), int(bits))
+    )
     noise_GK = None if noise is None else noise.reshape(num_groups, -1)
     values: Tensor | None = None
     for few, formula in ((1, binary), (2, ternary)):
         if least <= few <= most:
             found = formula(wide_GK)
             values = (
-                found if values is None else torch.where(torch.as_tensor(bits >= few, device=x.device), found, values)
+                found
+                if values is None
+                else torch.where(torch.as_tensor(bits >= few, device=x.device), found, values)
             )
     if most >= 3:
         low, high = wide_GK.amin(-1, keepdim=True), wide_GK.amax(-1, keepdim=True)
         top, bottom = (torch.maximum(-low, high), None) if symmetric else (high, low)
         at_least_3 = bits.clamp(min=3) if isinstance(bits, Tensor) else bits
         found = affine(wide_GK, at_least_3, top, bottom, noise_GK)
-        values = found if values is None else torch.where(torch.as_tensor(bits >= 3, device=x.device), found, values)
+        values = (
+            found
+            if values is None
+            else torch.where(torch.as_tensor(bits >= 3, device=x.device), found, values)
+        )
     assert values is not None
     return values.reshape(x.shape).to(x.dtype)
 
 
-def affine(x_GK: Tensor, bits: Number, top: Tensor, bottom: Tensor | None, noise: Tensor | None = None) -> Tensor:
-    """Evenly spaced values between -top and top, or with `bottom` between that and top; where these are equal, `x_GK` itself."""
+def affine(
+    x_GK: Tensor, bits: Number, top: Tensor, bottom: Tensor | None, noise: Tensor | None = None
+) -> Tensor:
+    """Evenly spaced values between -top and top, or with `bottom` between that and top;
+    where these are equal, `x_GK` itself.
+    """
     levels: float | Tensor
     if isinstance(bits, Tensor):
         levels = torch.bitwise_left_shift(torch.ones_like(bits), bits).to(x_GK.device, x_GK.dtype)
     else:
         levels = float(2**bits)
-    scale = top * (2 / levels) if bottom is None else (top - bottom) / levels  # a power of two: the product is exact
+    # a power of two: the product is exact
+    scale = top * (2 / levels) if bottom is None else (top - bottom) / levels
     is_flat = scale == 0
     scale.add_(is_flat)  # 1 where it was 0
     if bottom is None:
@@ -150,7 +172,9 @@ def affine(x_GK: Tensor, bits: Number, top: Tensor, bottom: Tensor | None, noise
 
 
 def ternary(x_GK: Tensor) -> Tensor:
-    """-a, 0 or a: elements above 0.7 times the mean size are kept, and a is the mean size of these."""
+    """-a, 0 or a: elements above 0.7 times the mean size are kept, and a is the mean
+    size of these.
+    """
     size = x_GK.abs()
     # 1 or 0 in place: kernels that write bools and read them again are ten times slower.
     kept = size.clone().gt_(0.7 * size.mean(-1, keepdim=True))
@@ -171,21 +195,26 @@ def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def uniform_noise(x: Tensor, salt: int, n: Number) -> Tensor:
-    """Numbers from [-½, ½) by the element's place, a salt and n: the same on every rank, in every stage and in each gather."""
+    """Numbers from [-½, ½) by the element's place, a salt and n: the same on every
+    rank, in every stage and in each gather.
+    """
     key = hashed(n + torch.tensor(salt, dtype=torch.int64, device=x.device))
     places = torch.arange(x.numel(), device=x.device)
     bits = hashed((hashed(places) + key) & 0xFFFFFFFF) >> 8  # 24 bits, which fp32 holds
     return (bits.to(torch.float32) * 2.0**-24 - 0.5).reshape(x.shape)
 
 
-# --- masks ---------------------------------------------------------------------------------------------------------
+# --- masks ----------------------------------------------------------------------------------------
 
 SORTED_AT_MOST = 1024
-"""Up to so many scores a sort is faster than a selection (on a CPU), which takes more operators."""
+"""Up to so many scores a sort is faster than a selection (on a CPU), which takes more
+operators.
+"""
 
 
 def top_share(scores: Tensor, ratio: float) -> Tensor:
-    """Whether each element is among the ⌈ratio · count⌉ largest (bool); of equal ones those that come first are kept.
+    """Whether each element is among the ⌈ratio · count⌉ largest (bool); of equal ones
+    those that come first are kept.
 
     >>> top_share(torch.tensor([3.0, 1.0, 3.0, 3.0]), 0.5)
     tensor([ True, False,  True, False])
@@ -197,7 +226,9 @@ def top_share(scores: Tensor, ratio: float) -> Tensor:
         return torch.ones_like(scores, dtype=torch.bool)
     if count <= SORTED_AT_MOST:
         first = flat_N.sort(descending=True, stable=True).indices[:num_kept]
-        return torch.zeros_like(flat_N, dtype=torch.bool).scatter(0, first, True).reshape(scores.shape)
+        return (
+            torch.zeros_like(flat_N, dtype=torch.bool).scatter(0, first, True).reshape(scores.shape)
+        )
     least = torch.kthvalue(flat_N, count - num_kept + 1).values
     above, equal = flat_N > least, flat_N == least
     room = num_kept - above.sum()
@@ -206,6 +237,8 @@ def top_share(scores: Tensor, ratio: float) -> Tensor:
 
 
 def sizes_of(weight: Tensor, dims: Sequence[int]) -> Tensor:
-    """The L1 norm of each part of a weight, summed over `dims`; without dims, of each element."""
+    """The L1 norm of each part of a weight, summed over `dims`; without dims, of each
+    element.
+    """
     size = weight.detach().abs()
     return size.sum(dim=list(dims), keepdim=True) if dims else size

@@ -1,4 +1,6 @@
-"""`quantized_inputs`: inside, the modules that a plan names compute with quantized inputs."""
+"""`quantized_inputs`: inside, the modules that a plan names compute with quantized
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,18 @@ if TYPE_CHECKING:
     from fzero.compression.plan import CompressionPlan
 
 
-def quantized_inputs(model: nn.Module, plan: CompressionPlan, n: Number | None = None) -> AbstractContextManager[None]:
-    """Inside, the first input of each module in `plan.inputs` is quantized; afterwards the model is unchanged.
+def quantized_inputs(
+    model: nn.Module, plan: CompressionPlan, n: Number | None = None
+) -> AbstractContextManager[None]:
+    """Inside, the first input of each module in `plan.inputs` is quantized; afterwards
+    the model is unchanged.
 
-    A static range is the module's buffer `x_min_max`. In training mode it follows the inputs, also before the offset.
+    A static range is the module's buffer `x_min_max`. In training mode it follows the
+    inputs, also before the offset.
 
     Args:
-        n: the number of updates so far; None is past every offset, for a model that has been trained.
+        n: the number of updates so far; None is past every offset, for a model that has
+            been trained.
     """
     last = max((technique.offset for technique in plan.inputs.values()), default=0)
     found = quantizing(plan.inputs, last if n is None else n)
@@ -35,7 +42,9 @@ def quantizing(inputs: Mapping[str, QuantizeInput], n: Number) -> dict[str, Wrap
     return {name: partial(_quantizing, technique, n) for name, technique in inputs.items()}
 
 
-def _quantizing(technique: QuantizeInput, n: Number, name: str, module: nn.Module) -> Callable[..., Any]:
+def _quantizing(
+    technique: QuantizeInput, n: Number, name: str, module: nn.Module
+) -> Callable[..., Any]:
     own = module.forward
 
     @wraps(own)
@@ -49,6 +58,8 @@ def _quantizing(technique: QuantizeInput, n: Number, name: str, module: nn.Modul
             if module.training:
                 bounds.copy_(technique.moved(bounds, first))
         seen = technique.seen(first, bounds, n)
-        return own(seen, *args[1:], **kwargs) if args else own(**kwargs | {next(iter(kwargs)): seen})
+        return (
+            own(seen, *args[1:], **kwargs) if args else own(**kwargs | {next(iter(kwargs)): seen})
+        )
 
     return forward

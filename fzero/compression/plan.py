@@ -1,7 +1,9 @@
-"""`compression`: from the block `compression_training` and a model to a frozen plan, parameter → techniques, from when.
+"""`compression`: from the block `compression_training` and a model to a frozen plan,
+parameter → techniques, from when.
 
-`CompressionPlan.params` are views, which steps apply between the gather of a parameter and the module. They are pure: of the
-gathered tensors and n, the number of updates so far. Nothing in the model is replaced; names and ties stay.
+`CompressionPlan.params` are views, which steps apply between the gather of a parameter
+and the module. They are pure: of the gathered tensors and n, the number of updates so
+far. Nothing in the model is replaced; names and ties stay.
 """
 
 from __future__ import annotations
@@ -33,13 +35,16 @@ ADDED = frozenset(
 
 
 def is_added(name: str) -> bool:
-    """Whether a tensor's name is one that techniques give; a run without compression leaves such a tensor in a checkpoint."""
+    """Whether a tensor's name is one that techniques give; a run without compression
+    leaves such a tensor in a checkpoint.
+    """
     return name.rpartition(".")[2] in ADDED
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """A tensor that a technique adds to a module: trained scores (a parameter), or a mask or a range (buffers).
+    """A tensor that a technique adds to a module: trained scores (a parameter), or a
+    mask or a range (buffers).
 
     Attributes:
         module, key: where it is registered; its full name is `name`.
@@ -81,16 +86,20 @@ class Shrink:
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """The compression of each parameter of a model and of each module's input; `print` it. It holds no tensors.
+    """The compression of each parameter of a model and of each module's input; `print`
+    it. It holds no tensors.
 
-    It is a transform of its model (`fzero.model.transforms`), which also adds scores, masks and ranges to the modules.
+    It is a transform of its model (`fzero.model.transforms`), which also adds scores,
+    masks and ranges to the modules.
 
     Attributes:
-        params: the techniques of each compressed parameter, in the order in which they apply.
+        params: the techniques of each compressed parameter, in the order in which they
+            apply.
         inputs: the quantization of the inputs of modules, by the module's name.
         extras: the tensors that the techniques add to modules.
         shrinks: the dimensions that `clean` cuts.
-        aliases: the second names of tied parameters that are compressed or cut, and of added tensors, each with the first.
+        aliases: the second names of tied parameters that are compressed or cut, and of
+            added tensors, each with the first.
         seed: the seed of stochastic rounding and of the first scores.
     """
 
@@ -106,21 +115,31 @@ class CompressionPlan:
         return bool(self.params or self.inputs)
 
     def __call__(self, spec: TransformedStep) -> Changes:
-        """See `ModelTransform`. It adds the tensors of `extras` to the modules, unless they are there."""
+        """See `ModelTransform`. It adds the tensors of `extras` to the modules, unless
+        they are there.
+        """
         if spec.compile == "block" and self.inputs:
             raise ConfigError(
-                "compression_training.activation_quantization: must be off with compile='block', whose blocks would be "
-                "compiled in every step, got it on; pass compile='step', or leave compile out"
+                "compression_training.activation_quantization: must be off with compile='block', "
+                "whose blocks would be compiled in every step, got it on; pass compile='step', or "
+                "leave compile out"
             )
         registered(self, spec.model)
         return Changes(
-            name="compression", text=str(self or "no compression"), views=self.params,
-            forwards=(lambda call: quantizing(self.inputs, call.num_updates())) if self.inputs else None,
-            added=frozenset(extra.name for extra in self.extras), first_value=self.first_extra, first_buffers=self.first_masks,
-            made_buffers=frozenset(x.name for x in self.extras if x.kind == "mask"), ranges=self.ranges,
-        )  # fmt: skip
+            name="compression",
+            text=str(self or "no compression"),
+            views=self.params,
+            forwards=(lambda call: quantizing(self.inputs, call.num_updates()))
+            if self.inputs
+            else None,
+            added=frozenset(extra.name for extra in self.extras),
+            first_value=self.first_extra,
+            first_buffers=self.first_masks,
+            made_buffers=frozenset(x.name for x in self.extras if x.kind == "mask"),
+            ranges=self.ranges,
+        )
 
-    # --- pure functions ------------------------------------------------------------------------------------------
+    # --- pure functions ---------------------------------------------------------------------------
 
     def seen(self, name: str, value: Tensor, n: Number, tensors: Tensors) -> Tensor:
         """The value that a module gets for a parameter in a forward after n updates.
@@ -140,13 +159,17 @@ class CompressionPlan:
 
     @property
     def ranges(self) -> frozenset[str]:
-        """The module buffers that hold (min, max): ranks agree on the least and the largest of theirs."""
+        """The module buffers that hold (min, max): ranks agree on the least and the
+        largest of theirs.
+        """
         return frozenset(extra.name for extra in self.extras if extra.kind == "range")
 
-    # --- first values --------------------------------------------------------------------------------------------
+    # --- first values -----------------------------------------------------------------------------
 
     def first_masks(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The masks (`l1`) of those weights that are in `values`, by the name of the mask."""
+        """The masks (`l1`) of those weights that are in `values`, by the name of the
+        mask.
+        """
         found = {}
         for extra in self.extras:
             if extra.kind == "mask" and extra.of in values:
@@ -154,7 +177,8 @@ class CompressionPlan:
         return found
 
     def first_extra(self, name: str, like: Tensor) -> Tensor | None:
-        """The first value of an added tensor, by the seed and its name, on the CPU; None for any other tensor.
+        """The first value of an added tensor, by the seed and its name, on the CPU;
+        None for any other tensor.
 
         Args:
             like: has its dtype.
@@ -164,22 +188,35 @@ class CompressionPlan:
             return None
         return first_value(extra, self.seed, like.dtype)
 
-    # --- text ----------------------------------------------------------------------------------------------------
+    # --- text -------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        rows = [[name, str(technique)] for name, techniques in self.params.items() for technique in techniques]
+        rows = [
+            [name, str(technique)]
+            for name, techniques in self.params.items()
+            for technique in techniques
+        ]
         rows += [[f"input of {name or '(root)'}", str(of)] for name, of in self.inputs.items()]
-        rows += [[f"cut of {x.mask.source}", ", ".join(f"{n} dim {dim}" for n, dim in x.cut)] for x in self.shrinks]
+        rows += [
+            [f"cut of {x.mask.source}", ", ".join(f"{n} dim {dim}" for n, dim in x.cut)]
+            for x in self.shrinks
+        ]
         width = max((len(what) for what, _ in rows), default=0)
         return "\n".join(f"{what:{width}}  {how}" for what, how in rows) or "no compression"
 
 
 def compression_of(step: Any) -> CompressionPlan:
-    """The plan among the transforms of a `TrainStep`; one that compresses nothing if there is none."""
-    return next((one for one in step.spec.transforms if isinstance(one, CompressionPlan)), CompressionPlan())
+    """The plan among the transforms of a `TrainStep`; one that compresses nothing if
+    there is none.
+    """
+    return next(
+        (one for one in step.spec.transforms if isinstance(one, CompressionPlan)), CompressionPlan()
+    )
 
 
 def plan_of(model: nn.Module) -> CompressionPlan | None:
-    """The plan that `fzero.compression.prepare` has noted in a model; None if there is none."""
+    """The plan that `fzero.compression.prepare` has noted in a model; None if there is
+    none.
+    """
     plan = vars(model).get("compression_plan")
     return plan if isinstance(plan, CompressionPlan) else None

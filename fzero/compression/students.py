@@ -1,4 +1,6 @@
-"""`start_of_student`: layer reduction. A student with fewer layers begins with some of a teacher's."""
+"""`start_of_student`: layer reduction. A student with fewer layers begins with some of
+a teacher's.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,26 @@ from fzero.config.compression import LayerReduction
 def start_of_student(
     student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], reduction: LayerReduction
 ) -> dict[str, Tensor]:
-    """The state dict of a student that begins with layers of its teacher, buffers included.
+    """The state dict of a student that begins with layers of its teacher, buffers
+    included.
 
-    Layer k of the student takes the tensors of layer `teacher_layer[k]`, and each module of `other_module_name` is copied whole;
-    all other tensors are the student's own.
+    Layer k of the student takes the tensors of layer `teacher_layer[k]`, and each
+    module of `other_module_name` is copied whole; all other tensors are the student's
+    own.
 
     Args:
         student, teacher: state dicts.
         reduction: the block `compression_training.layer_reduction`.
 
     Raises:
-        ValueError: a layer or module has no tensors in either, or tensors differ in name or shape.
+        ValueError: a layer or module has no tensors in either, or tensors differ in
+            name or shape.
     """
     prefix = f"{reduction.module_name_prefix}." if reduction.module_name_prefix else ""
-    pairs = [(f"{prefix}{own}.", f"{prefix}{theirs}.") for own, theirs in enumerate(reduction.teacher_layer)]
+    pairs = [
+        (f"{prefix}{own}.", f"{prefix}{theirs}.")
+        for own, theirs in enumerate(reduction.teacher_layer)
+    ]
     pairs += [(f"{name}.", f"{name}.") for name in reduction.other_module_name]
     taken: dict[str, Tensor] = {}
     for own, theirs in pairs:
@@ -34,18 +42,22 @@ def start_of_student(
         if not keys or keys != found:
             differing = sorted(keys ^ found)[:3]
             what = (
-                f"tensors {', '.join(differing)} in one of them only" if keys and found else "no tensors in one of them"
+                f"tensors {', '.join(differing)} in one of them only"
+                if keys and found
+                else "no tensors in one of them"
             )
             raise ValueError(
-                f"layer_reduction: {own.rstrip('.')!r} of the student and {theirs.rstrip('.')!r} of the teacher must have the "
-                f"same tensors, got {what}; correct module_name_prefix, teacher_layer or other_module_name"
+                f"layer_reduction: {own.rstrip('.')!r} of the student and {theirs.rstrip('.')!r} "
+                f"of the teacher must have the same tensors, got {what}; correct "
+                f"module_name_prefix, teacher_layer or other_module_name"
             )
         for key in keys:
             value = teacher[theirs + key]
             if value.shape != student[own + key].shape:
                 raise ValueError(
-                    f"layer_reduction: {own + key!r} of the student must have the teacher's shape {tuple(value.shape)}, got "
-                    f"{tuple(student[own + key].shape)}; build the student with the teacher's sizes"
+                    f"layer_reduction: {own + key!r} of the student must have the teacher's shape "
+                    f"{tuple(value.shape)}, got {tuple(student[own + key].shape)}; build the "
+                    f"student with the teacher's sizes"
                 )
             taken[own + key] = value.detach().to(student[own + key].dtype).clone()
     return {key: taken.get(key, value) for key, value in student.items()}

@@ -1,6 +1,8 @@
-"""The techniques that a plan applies to a parameter or to a module's input: frozen values with pure functions.
+"""The techniques that a plan applies to a parameter or to a module's input: frozen
+values with pure functions.
 
-Those of parameters are views (`fzero.model.transforms.ParamView`). `tensors` has masks and scores by their full names.
+Those of parameters are views (`fzero.model.transforms.ParamView`). `tensors` has masks
+and scores by their full names.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Quantize:
     Attributes:
         start_bits, target_bits, period: see `formulas.bits_at`; equal bits do not fall.
         num_groups: equal pieces with a scale of their own.
-        change_ratio: mixes the weight with its quantized value (`formulas.share_at`); None does not.
+        change_ratio: mixes the weight with its quantized value (`formulas.share_at`);
+            None does not.
         salt: the salt of the noise of stochastic rounding; None rounds to the nearest.
     """
 
@@ -76,11 +79,17 @@ class Quantize:
         q = n - self.offset
         if isinstance(q, Tensor):
             q = q.clamp(min=0)
-        bits: Number = self.target_bits if self.start_bits == self.target_bits else self.bits(self.offset + q)
+        bits: Number = (
+            self.target_bits if self.start_bits == self.target_bits else self.bits(self.offset + q)
+        )
         values = quantize(
-            x, bits, self.num_groups, symmetric=self.symmetric, bounds=(self.target_bits, self.start_bits),
+            x,
+            bits,
+            self.num_groups,
+            symmetric=self.symmetric,
+            bounds=(self.target_bits, self.start_bits),
             noise=None if self.salt is None else uniform_noise(x, self.salt, n),
-        )  # fmt: skip
+        )
         if self.change_ratio is None:
             return values
         share = share_at(q, self.start_bits, self.target_bits, self.period, self.change_ratio)
@@ -96,18 +105,29 @@ class Quantize:
     def value(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
         """See `ParamView`."""
         detached = x.detach()
-        return straight_through(choose(n >= self.offset, lambda: self.quantized(detached, n), detached), x)
+        return straight_through(
+            choose(n >= self.offset, lambda: self.quantized(detached, n), detached), x
+        )
 
     def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
         """See `ParamView`: the gradient passes through."""
         return Pulled(grad)
 
     def __str__(self) -> str:
-        bits = f"{self.target_bits}" if self.start_bits == self.target_bits else f"{self.start_bits}→{self.target_bits}"
+        bits = (
+            f"{self.target_bits}"
+            if self.start_bits == self.target_bits
+            else f"{self.start_bits}→{self.target_bits}"
+        )
         falls = "" if self.start_bits == self.target_bits else f" (period {self.period}, doubling)"
         kind = "symmetric" if self.symmetric else "asymmetric"
-        extras = ", stochastic" * (self.salt is not None) + ", mixed" * (self.change_ratio is not None)
-        return f"{bits} bits{falls}, {kind}, {self.num_groups} groups{extras}, from update {self.offset}"
+        extras = ", stochastic" * (self.salt is not None) + ", mixed" * (
+            self.change_ratio is not None
+        )
+        return (
+            f"{bits} bits{falls}, {kind}, {self.num_groups} groups{extras}, from update "
+            f"{self.offset}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +137,8 @@ class Mask:
     Attributes:
         kind: the parts that are kept or not.
         ratio: the share that is kept.
-        source: the full name of the mask (a module buffer), or of the scores (a parameter) whose largest make it.
+        source: the full name of the mask (a module buffer), or of the scores (a
+            parameter) whose largest make it.
         trained: whether `source` are scores.
         of_bias: whether it is applied to the bias.
     """
@@ -159,7 +180,9 @@ class Mask:
         return {self._made: self._make(x, tensors)}
 
     def _make(self, x: Tensor, tensors: Tensors) -> Tensor:
-        """The mask against the weight: bools, one for each element, or numbers of the dtype of `x`, weight or bias."""
+        """The mask against the weight: bools, one for each element, or numbers of the
+        dtype of `x`, weight or bias.
+        """
         mask = self.mask(tensors)
         if self.kind == "sparse":
             return mask
@@ -198,7 +221,9 @@ class Mask:
         return x * self.over(x, straight_through(mask.to(x.dtype), scores))
 
     def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
-        """See `ParamView`: what is masked gets no gradient; a score gets that of its mask."""
+        """See `ParamView`: what is masked gets no gradient; a score gets that of its
+        mask.
+        """
         of_seen = grad.grad if grad.mask is None else masked(grad.grad, grad.mask)
         found = PulledGrad(of_seen, self.factor(of_seen, tensors))
         if not self.trained:
@@ -217,7 +242,11 @@ class Mask:
 
     def first(self, weight: Tensor) -> Tensor:
         """The mask of `l1` from a weight: that of the largest parts."""
-        dims = {"sparse": (), "row": tuple(range(1, weight.dim())), "channel": tuple(range(1, weight.dim()))}
+        dims = {
+            "sparse": (),
+            "row": tuple(range(1, weight.dim())),
+            "channel": tuple(range(1, weight.dim())),
+        }
         return top_share(sizes_of(weight, dims[self.kind]), self.ratio)
 
     def __str__(self) -> str:
@@ -240,7 +269,8 @@ class QuantizeInput:
     """The input of a module with few bits, from the update `offset` on.
 
     Attributes:
-        range_of: the module's buffer with a static range (min, max); None takes the range of each token, or image.
+        range_of: the module's buffer with a static range (min, max); None takes the
+            range of each token, or image.
     """
 
     bits: int
@@ -251,7 +281,9 @@ class QuantizeInput:
 
     def seen(self, x: Tensor, bounds: Tensor | None, n: Number) -> Tensor:
         """The quantized input. `bounds`: the static range (min, max)."""
-        return straight_through(choose(n >= self.offset, lambda: self._value(x.detach(), bounds), x.detach()), x)
+        return straight_through(
+            choose(n >= self.offset, lambda: self._value(x.detach(), bounds), x.detach()), x
+        )
 
     def _value(self, x: Tensor, bounds: Tensor | None) -> Tensor:
         if bounds is None:
@@ -264,7 +296,9 @@ class QuantizeInput:
         return affine(wide, self.bits, high, low).to(x.dtype)
 
     def moved(self, bounds: Tensor, x: Tensor) -> Tensor:
-        """A static range after an input: a running mean of the least and the largest, which begins with the first input's."""
+        """A static range after an input: a running mean of the least and the largest,
+        which begins with the first input's.
+        """
         now = torch.stack([x.detach().amin(), x.detach().amax()]).to(bounds.dtype)
         before = torch.where(bounds[0] == bounds[1], now, bounds)
         return before * MOMENTUM + now * (1 - MOMENTUM)

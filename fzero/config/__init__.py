@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
-    from fzero.config.config import Config as Config, ConfigError as ConfigError, ConfigWarning as ConfigWarning
+    from fzero.config.config import (
+        Config as Config,
+        ConfigError as ConfigError,
+        ConfigWarning as ConfigWarning,
+    )
     from fzero.config.elastic_sizes import (
         ElasticBatch as ElasticBatch,
         elastic_batch as elastic_batch,

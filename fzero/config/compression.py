@@ -1,7 +1,9 @@
-"""The block `compression_training`: quantization, pruning and layer reduction, as frozen values.
+"""The block `compression_training`: quantization, pruning and layer reduction, as
+frozen values.
 
-A technique has `shared_parameters` and groups. A group names modules by regular expressions (`re.search`) and has parameters
-of its own. `fzero.compression.compression` makes a plan for a model from it.
+A technique has `shared_parameters` and groups. A group names modules by regular
+expressions (`re.search`) and has parameters of its own. `fzero.compression.compression`
+makes a plan for a model from it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ Related = Annotated[tuple[tuple[str, ...], ...] | None, BeforeValidator(_lists)]
 
 
 class LayerReduction(Block):
-    """A student with fewer layers, which begins with layers of a teacher (`fzero.compression.start_of_student`)."""
+    """A student with fewer layers, which begins with layers of a teacher
+    (`fzero.compression.start_of_student`).
+    """
 
     enabled: bool = False
     """Whether the student begins with the teacher's layers."""
@@ -47,12 +51,13 @@ class LayerReduction(Block):
     def _counts(self) -> Self:
         if self.enabled and not (self.teacher_layer or self.other_module_name):
             raise ValueError(
-                "teacher_layer: must name the teacher's layers where layer reduction is enabled, got none; give their numbers"
+                "teacher_layer: must name the teacher's layers where layer reduction is enabled, "
+                "got none; give their numbers"
             )
         if self.enabled and self.keep_number_layer not in (None, len(self.teacher_layer)):
             raise ValueError(
-                f"keep_number_layer: must be the number of layers in teacher_layer, {len(self.teacher_layer)}, got "
-                f"{self.keep_number_layer}; leave it out"
+                f"keep_number_layer: must be the number of layers in teacher_layer, "
+                f"{len(self.teacher_layer)}, got {self.keep_number_layer}; leave it out"
             )
         return self
 
@@ -63,7 +68,9 @@ class MixedQuantization(Block):
     enabled: bool = False
     """Whether the two are mixed."""
     quantize_change_ratio: Annotated[Number, Field(gt=0, le=1)] = 0.001
-    """By how much the share of the weight falls in each update; it begins at 1 and again at each loss of a bit."""
+    """By how much the share of the weight falls in each update; it begins at 1 and
+    again at each loss of a bit.
+    """
 
 
 class WeightQuantizationShared(Block):
@@ -74,13 +81,19 @@ class WeightQuantizationShared(Block):
     schedule_offset: Elements = 0
     """The number of updates before the first forward with quantized weights."""
     quantize_groups: Count = 1
-    """The number of equal pieces of a weight, each with a scale of its own. An embedding has one for each row."""
+    """The number of equal pieces of a weight, each with a scale of its own. An
+    embedding has one for each row.
+    """
     quantization_type: Symmetry = "symmetric"
     """Whether the values lie around 0, or between the least and the largest weight."""
     rounding: Annotated[Literal["nearest", "stochastic"], LOWER] = "nearest"
-    """Stochastic rounding adds a number from [-½, ½), drawn by the seed, the update and the element's place."""
+    """Stochastic rounding adds a number from [-½, ½), drawn by the seed, the update and
+    the element's place.
+    """
     quantize_weight_in_forward: bool = False
-    """True has `target_bits` from the offset on. False begins with `start_bits`, and loses one at each period."""
+    """True has `target_bits` from the offset on. False begins with `start_bits`, and
+    loses one at each period.
+    """
     fp16_mixed_quantize: MixedQuantization = MixedQuantization()
     """Mixes weights with their quantized values; for falling bits."""
 
@@ -89,7 +102,9 @@ class WeightQuantizationParams(Block):
     """The bits of one group of weights."""
 
     start_bits: Bits | None = None
-    """The bits at the offset; none are those of `target_bits`. Without effect where weights are quantized in the forward."""
+    """The bits at the offset; none are those of `target_bits`. Without effect where
+    weights are quantized in the forward.
+    """
     target_bits: Bits
     """The bits at the end."""
     quantization_period: Count = 1
@@ -99,7 +114,8 @@ class WeightQuantizationParams(Block):
     def _falls(self) -> Self:
         if self.start_bits is not None and self.start_bits < self.target_bits:
             raise ValueError(
-                f"start_bits: must be at least target_bits, {self.target_bits}, got {self.start_bits}; raise it"
+                f"start_bits: must be at least target_bits, {self.target_bits}, got "
+                f"{self.start_bits}; raise it"
             )
         return self
 
@@ -112,7 +128,9 @@ class ActivationQuantizationShared(Block):
     quantization_type: Symmetry = "symmetric"
     """Whether the values lie around 0, or between the least and the largest input."""
     range_calibration: Annotated[Literal["dynamic", "static"], LOWER] = "dynamic"
-    """Dynamic ranges are those of each token (of each image); a static one is a running mean, held in a module buffer."""
+    """Dynamic ranges are those of each token (of each image); a static one is a running
+    mean, held in a module buffer.
+    """
     schedule_offset: Elements = 1000
     """The number of updates before the first forward with quantized inputs."""
 
@@ -130,7 +148,9 @@ class PruningShared(Block):
     enabled: bool = False
     """Whether weights are pruned."""
     method: Annotated[Literal["l1", "topk"], LOWER] = "l1"
-    """`l1` keeps the largest weights of the first state. `topk` keeps those with the largest scores, which are trained."""
+    """`l1` keeps the largest weights of the first state. `topk` keeps those with the
+    largest scores, which are trained.
+    """
     schedule_offset: Elements = 1000
     """The number of updates before the first forward with pruned weights."""
 
@@ -141,12 +161,21 @@ class SparsePruningShared(PruningShared):
     @model_validator(mode="before")
     @classmethod
     def _refuses_snip(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and str(data.get("method")).lower() == "snip_momentum" and data.get("enabled"):
+        if (
+            isinstance(data, Mapping)
+            and str(data.get("method")).lower() == "snip_momentum"
+            and data.get("enabled")
+        ):
             raise ValueError(
-                "method: must be 'l1' or 'topk', got 'snip_momentum', which is the package neural_compressor's: it changes the "
-                "model by hooks in a way of its own; use 'topk', which trains scores"
+                "method: must be 'l1' or 'topk', got 'snip_momentum', which is the package "
+                "neural_compressor's: it changes the model by hooks in a way of its own; use "
+                "'topk', which trains scores"
             )
-        return {**data, "method": "l1"} if isinstance(data, Mapping) and not data.get("enabled") else data
+        return (
+            {**data, "method": "l1"}
+            if isinstance(data, Mapping) and not data.get("enabled")
+            else data
+        )
 
 
 class HeadPruningShared(Block):
@@ -164,7 +193,10 @@ class HeadPruningShared(Block):
     @model_validator(mode="after")
     def _has_heads(self) -> Self:
         if self.enabled and self.num_heads is None:
-            raise ValueError("num_heads: is required where head pruning is enabled; give the model's number of heads")
+            raise ValueError(
+                "num_heads: is required where head pruning is enabled; give the model's number of "
+                "heads"
+            )
         return self
 
 
@@ -172,25 +204,33 @@ class PruningParams(Block):
     """The part of its modules that a group keeps."""
 
     dense_ratio: Ratio
-    """The share that is kept: ⌈ratio · count⌉ of the elements, rows, heads or channels."""
+    """The share that is kept: ⌈ratio · count⌉ of the elements, rows, heads or channels.
+    """
 
 
 class Group(Block):
     """Modules that a technique applies to."""
 
     modules: tuple[str, ...] = ("*",)
-    """Regular expressions of module names (`re.search`); `"*"` is every Linear and Conv2d."""
+    """Regular expressions of module names (`re.search`); `"*"` is every Linear and
+    Conv2d.
+    """
     related_modules: Related = None
-    """For each expression, those of the modules whose matching dimension shrinks with it; null shrinks nothing."""
+    """For each expression, those of the modules whose matching dimension shrinks with
+    it; null shrinks nothing.
+    """
 
     @model_validator(mode="after")
     def _pairs(self) -> Self:
         if not self.modules:
-            raise ValueError("modules: must have an expression, or the group compresses nothing, got none; '*' is all")
+            raise ValueError(
+                "modules: must have an expression, or the group compresses nothing, got none; '*' "
+                "is all"
+            )
         if self.related_modules and len(self.related_modules) != len(self.modules):
             raise ValueError(
-                f"related_modules: must have one list for each of the {len(self.modules)} expressions in modules, got "
-                f"{len(self.related_modules)}; add or remove lists"
+                f"related_modules: must have one list for each of the {len(self.modules)} "
+                f"expressions in modules, got {len(self.related_modules)}; add or remove lists"
             )
         return self
 
@@ -225,17 +265,22 @@ class _Technique(Block):
     @model_validator(mode="before")
     @classmethod
     def _is_off(cls, data: Any) -> Any:
-        """The groups of a technique that is off are not read: DeepSpeed's files have incomplete ones."""
+        """The groups of a technique that is off are not read: DeepSpeed's files have
+        incomplete ones.
+        """
         shared = data.get("shared_parameters") if isinstance(data, Mapping) else None
-        is_on = isinstance(shared, Mapping) and str(shared.get("enabled", False)).lower() in ("true", "1")
+        is_on = isinstance(shared, Mapping) and str(shared.get("enabled", False)).lower() in (
+            "true",
+            "1",
+        )
         return data if is_on or not isinstance(data, Mapping) else {**data, "different_groups": {}}
 
     @model_validator(mode="after")
     def _has_groups(self) -> Self:
         if self.enabled and not self.different_groups:
             raise ValueError(
-                "different_groups: must have a group where the technique is enabled, got none; add one with its params and "
-                "modules, or set shared_parameters.enabled to false"
+                "different_groups: must have a group where the technique is enabled, got none; add "
+                "one with its params and modules, or set shared_parameters.enabled to false"
             )
         return self
 
@@ -260,10 +305,15 @@ class WeightQuantization(_Technique):
     def _types_fit(self) -> Self:
         shared = self.shared_parameters
         for name, group in self.different_groups.items():
-            if shared.enabled and group.params.target_bits < 3 and shared.quantization_type == "asymmetric":
+            if (
+                shared.enabled
+                and group.params.target_bits < 3
+                and shared.quantization_type == "asymmetric"
+            ):
                 raise ValueError(
-                    f"different_groups.{name}.params.target_bits: must be at least 3 where quantization_type is 'asymmetric', "
-                    f"got {group.params.target_bits}; 1 and 2 bits are symmetric"
+                    f"different_groups.{name}.params.target_bits: must be at least 3 where "
+                    f"quantization_type is 'asymmetric', got {group.params.target_bits}; 1 and 2 "
+                    f"bits are symmetric"
                 )
         return self
 
@@ -333,6 +383,8 @@ class CompressionTraining(Block):
 
     @property
     def compresses(self) -> bool:
-        """Whether a technique is on, other than layer reduction, which makes the first weights."""
+        """Whether a technique is on, other than layer reduction, which makes the first
+        weights.
+        """
         techniques = (getattr(self, name) for name in type(self).model_fields)
         return any(x.enabled for x in techniques if isinstance(x, _Technique))

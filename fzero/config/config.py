@@ -1,8 +1,9 @@
 """The configuration of a run: DeepSpeed's JSON, read into checked, frozen values.
 
-Every key is one of four: honoured here; accepted because it has nothing to do here, with the reason (`Config.notes`);
-known to DeepSpeed and not honoured yet (an error, or a warning where training is correct without it, unless its value
-switches it off); unknown (an error with the nearest name). No key is ignored silently.
+Every key is one of four: honoured here; accepted because it has nothing to do here,
+with the reason (`Config.notes`); known to DeepSpeed and not honoured yet (an error, or
+a warning where training is correct without it, unless its value switches it off);
+unknown (an error with the nearest name). No key is ignored silently.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fzero.config.compression import CompressionTraining
-    from fzero.config.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
+    from fzero.config.data_efficiency import (
+        CurriculumLearning,
+        DataEfficiency,
+        ProgressiveLayerDrop,
+    )
     from fzero.config.schedulers import AnyScheduler
     from fzero.config.sparse_attention import SparseAttention
     from fzero.config.unused_keys import Note
@@ -66,11 +71,15 @@ else:
 
 
 class ConfigWarning(UserWarning):
-    """The warning for a key that fzero does not honour yet, where training is correct without it."""
+    """The warning for a key that fzero does not honour yet, where training is correct
+    without it.
+    """
 
 
 def _is_first_rank() -> bool:
-    """Whether this process warns: every rank reads the same configuration, so one of them does."""
+    """Whether this process warns: every rank reads the same configuration, so one of
+    them does.
+    """
     try:
         job = launched()
     except ValueError:  # joining the job raises it with more words
@@ -83,7 +92,9 @@ if not _is_first_rank():
 
 
 class BatchSizes(NamedTuple):
-    """Samples per step on all ranks, samples per micro-step on one (None when no batch size is given); micro-steps per step."""
+    """Samples per step on all ranks, samples per micro-step on one (None when no batch
+    size is given); micro-steps per step.
+    """
 
     train: int | None
     micro: int | None
@@ -98,24 +109,37 @@ class Config(Block):
     train_micro_batch_size_per_gpu: Count | None = None
     """Samples per rank and micro-step."""
     gradient_accumulation_steps: Count | None = None
-    """Micro-steps in one step, whose gradients are averaged before the one update; None is inferred, or 1. Without a batch
-    size beside it, any batch that it divides is taken."""
+    """Micro-steps in one step, whose gradients are averaged before the one update; None
+    is inferred, or 1. Without a batch size beside it, any batch that it divides is
+    taken."""
     optimizer: AnyOptimizer = AdamW()
-    """An optimizer by name with its hyper-parameters; upper and lower case do not matter."""
+    """An optimizer by name with its hyper-parameters; upper and lower case do not
+    matter.
+    """
     scheduler: AnyScheduler | None = None
-    """The learning rate by the number of updates: one of DeepSpeed's schedules, or a class of `torch.optim.lr_scheduler`, with
-    its parameters. None keeps the optimizer's lr."""
+    """The learning rate by the number of updates: one of DeepSpeed's schedules, or a
+    class of `torch.optim.lr_scheduler`, with its parameters. None keeps the optimizer's
+    lr."""
     gradient_clipping: Rate = 1.0
-    """Largest global 2-norm of the gradient; 0 switches clipping off. The default is DeepSpeed 0.19's."""
+    """Largest global 2-norm of the gradient; 0 switches clipping off. The default is
+    DeepSpeed 0.19's.
+    """
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], LOWER] = "mean"
-    """Whether gradients are averaged over the ranks or added up; stage 3 refuses `sum`, as in DeepSpeed."""
+    """Whether gradients are averaged over the ranks or added up; stage 3 refuses `sum`,
+    as in DeepSpeed.
+    """
     gradient_norm_type: Literal[2, "inf"] = 2
-    """The norm of the gradient that is clipped and reported: 2, or the largest absolute value. fzero's own key."""
+    """The norm of the gradient that is clipped and reported: 2, or the largest absolute
+    value. fzero's own key.
+    """
     prescale_gradients: bool = False
-    """True divides gradients by the number of ranks before they are added up, whatever `gradient_predivide_factor` is."""
+    """True divides gradients by the number of ranks before they are added up, whatever
+    `gradient_predivide_factor` is.
+    """
     gradient_predivide_factor: Annotated[Number, Field(gt=0)] | None = None
-    """The divisor of gradients before they are added up over the ranks; the sums are divided by the rest. Null is the number
-    of ranks, which cannot overflow (DeepSpeed's default is 1)."""
+    """The divisor of gradients before they are added up over the ranks; the sums are
+    divided by the rest. Null is the number of ranks, which cannot overflow (DeepSpeed's
+    default is 1)."""
     communication_data_type: Dtype | None = None
     """The dtype in which gradients are sent; null is that of the parameters."""
     data_types: DataTypes = DataTypes()
@@ -135,13 +159,17 @@ class Config(Block):
     elasticity: Elasticity = Elasticity()
     """The batch as a function of the number of ranks."""
     sparse_attention: SparseAttention | None = None
-    """The layout of block-sparse attention, for the model's code to ask for; None is none."""
+    """The layout of block-sparse attention, for the model's code to ask for; None is
+    none.
+    """
     compression_training: CompressionTraining | None = None
     """Quantization, pruning and layer reduction; None is none."""
     curriculum_learning: CurriculumLearning | None = None
     """Sequences that grow longer; None is none."""
     data_efficiency: DataEfficiency | None = None
-    """Samples by difficulty, batches by tokens, random layer-token dropping; None is none of them."""
+    """Samples by difficulty, batches by tokens, random layer-token dropping; None is
+    none of them.
+    """
     progressive_layer_drop: ProgressiveLayerDrop | None = None
     """Layers that are left out at random; None leaves out none."""
     _notes: tuple[Note, ...] = PrivateAttr(())
@@ -149,11 +177,16 @@ class Config(Block):
     @model_validator(mode="after")
     def _elasticity_is_alone(self) -> Self:
         if self.elasticity.enabled and not self.elasticity.ignore_non_elastic_batch_info:
-            for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            for name in (
+                "train_batch_size",
+                "train_micro_batch_size_per_gpu",
+                "gradient_accumulation_steps",
+            ):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name}: follows from elasticity, which is enabled, got {getattr(self, name)} beside it; remove one of "
-                        f"them, or set elasticity.ignore_non_elastic_batch_info to have it ignored"
+                        f"{name}: follows from elasticity, which is enabled, got "
+                        f"{getattr(self, name)} beside it; remove one of them, or set "
+                        f"elasticity.ignore_non_elastic_batch_info to have it ignored"
                     )
         return self
 
@@ -162,17 +195,19 @@ class Config(Block):
         zero = self.zero_optimization
         if self.gradient_allreduce_op == "sum" and zero.row.shards("params"):
             raise ValueError(
-                "gradient_allreduce_op: must be 'mean' in stage 3, got 'sum'; multiply the loss by the ranks"
+                "gradient_allreduce_op: must be 'mean' in stage 3, got 'sum'; multiply the loss by "
+                "the ranks"
             )
         if zero.mics_shard_size is not None and zero.zero_hpz_partition_size is not None:
             raise ValueError(
-                f"zero_optimization.mics_shard_size: excludes zero_optimization.zero_hpz_partition_size, got "
-                f"{zero.mics_shard_size} beside {zero.zero_hpz_partition_size}; remove one of them"
+                f"zero_optimization.mics_shard_size: excludes "
+                f"zero_optimization.zero_hpz_partition_size, got {zero.mics_shard_size} beside "
+                f"{zero.zero_hpz_partition_size}; remove one of them"
             )
         if zero.offload_param is not None and not zero.row.shards("params"):
             raise ValueError(
-                f"zero_optimization.offload_param: needs zero_optimization.stage 3, which divides parameters, got stage "
-                f"{zero.stage}; leave it out, or set the stage to 3"
+                f"zero_optimization.offload_param: needs zero_optimization.stage 3, which divides "
+                f"parameters, got stage {zero.stage}; leave it out, or set the stage to 3"
             )
         return self
 
@@ -180,26 +215,33 @@ class Config(Block):
     def _dtypes_fit(self) -> Self:
         if self.scales_loss and self.fp16.loss_scale == 0 and self.fp16.min_loss_scale == 0:
             raise ValueError(
-                "fp16.min_loss_scale: must be above 0 where the scale is dynamic, or it falls to 0, got 0; 1 is the default"
+                "fp16.min_loss_scale: must be above 0 where the scale is dynamic, or it falls to "
+                "0, got 0; 1 is the default"
             )
-        enabled = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(self, name).enabled]
+        enabled = [
+            name for name in ("fp16", "bf16", "torch_autocast") if getattr(self, name).enabled
+        ]
         if "fp16" in enabled and len(enabled) > 1:
-            raise ValueError(f"fp16.enabled: excludes {enabled[1]}.enabled, got true for both; switch one off")
+            raise ValueError(
+                f"fp16.enabled: excludes {enabled[1]}.enabled, got true for both; switch one off"
+            )
         if enabled == ["bf16", "torch_autocast"] and self.torch_autocast.dtype != "bfloat16":
             raise ValueError(
-                f"torch_autocast.dtype: must be 'bfloat16' beside bf16, whose parameters have that dtype, got "
-                f"{self.torch_autocast.dtype!r}; change it, or switch bf16 off"
+                f"torch_autocast.dtype: must be 'bfloat16' beside bf16, whose parameters have that "
+                f"dtype, got {self.torch_autocast.dtype!r}; change it, or switch bf16 off"
             )
         given = self.data_types.param_dtype
         for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
             if name in enabled and given not in (None, dtype):
                 raise ValueError(
-                    f"data_types.param_dtype: must be {dtype!r} when {name} is enabled, got {given!r}; leave it out"
+                    f"data_types.param_dtype: must be {dtype!r} when {name} is enabled, got "
+                    f"{given!r}; leave it out"
                 )
         if None is not self.communication_data_type != self.data_types.reduce_dtype is not None:
             raise ValueError(
-                f"data_types.reduce_dtype: is the same as communication_data_type, got {self.data_types.reduce_dtype!r} "
-                f"beside {self.communication_data_type!r}; remove one of them"
+                f"data_types.reduce_dtype: is the same as communication_data_type, got "
+                f"{self.data_types.reduce_dtype!r} beside {self.communication_data_type!r}; remove "
+                f"one of them"
             )
         return self
 
@@ -247,18 +289,24 @@ class Config(Block):
 
     @property
     def casts_batch_to(self) -> str | None:
-        """The dtype to which the floating tensors of a batch are cast (`auto_cast`); None casts none."""
+        """The dtype to which the floating tensors of a batch are cast (`auto_cast`);
+        None casts none.
+        """
         if self.fp16.enabled and self.fp16.auto_cast:
             return "float16"
         return "bfloat16" if self.bf16.enabled and self.bf16.auto_cast else None
 
     @property
     def scales_loss(self) -> bool:
-        return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "float16")
+        return self.fp16.enabled or (
+            self.torch_autocast.enabled and self.torch_autocast.dtype == "float16"
+        )
 
     @property
     def skips_overflow(self) -> bool:
-        """Whether a step with a gradient that is not finite is skipped instead of an error."""
+        """Whether a step with a gradient that is not finite is skipped instead of an
+        error.
+        """
         return self.scales_loss or (self.bf16.enabled and self.bf16.check_grad_overflow)
 
     def loss_scaling(self) -> LossScaling:
@@ -276,17 +324,22 @@ class Config(Block):
 
     @property
     def conflicts(self) -> tuple[Note, ...]:
-        """The given keys that have no effect beside the others, or contradict them, each with the reason."""
+        """The given keys that have no effect beside the others, or contradict them,
+        each with the reason.
+        """
         return conflicts(self, self._notes)
 
     def warn_of_no_effect(self, model: nn.Module) -> None:
-        """Warns (`ConfigWarning`) of `conflicts` about quantized communication, of sparse attention that a model has not, and of
-        blocks of data efficiency inside disabled ones."""
+        """Warns (`ConfigWarning`) of `conflicts` about quantized communication, of
+        sparse attention that a model has not, and of blocks of data efficiency inside
+        disabled ones."""
         if self.data_efficiency is not None or self.curriculum_learning is not None:
             for text in data_warnings(self.data_efficiency, self.curriculum_learning):
                 warnings.warn(text, ConfigWarning, stacklevel=3)
         quantizes = [
-            name for name in self.zero_optimization.model_fields_set if name.startswith(("zero_quant", "zeropp"))
+            name
+            for name in self.zero_optimization.model_fields_set
+            if name.startswith(("zero_quant", "zeropp"))
         ]
         for note in self.conflicts if quantizes else ():
             if "zero_quantized" in note.key or "zeropp_loco_param" in note.key:
@@ -298,10 +351,12 @@ class Config(Block):
 
     @classmethod
     def load(cls, source: Mapping[str, Any] | str | PathLike[str] | Config) -> Config:
-        """Reads a mapping, the path of a JSON or Hjson file, or a urlsafe-base64 string of JSON.
+        """Reads a mapping, the path of a JSON or Hjson file, or a urlsafe-base64 string
+        of JSON.
 
-        A value `"auto"` counts as left out: it is for a program that fills the file in. Warns (`ConfigWarning`) of each
-        key that is not honoured yet where training is correct without it.
+        A value `"auto"` counts as left out: it is for a program that fills the file in.
+        Warns (`ConfigWarning`) of each key that is not honoured yet where training is
+        correct without it.
 
         Raises:
             ConfigError: one line for every field that is wrong.
@@ -319,7 +374,8 @@ class Config(Block):
             source = read(source)
         if not isinstance(source, Mapping):
             raise ConfigError(
-                f"Config.load: needs a mapping or the path of a JSON file, got {type(source).__name__}; pass one of these"
+                f"Config.load: needs a mapping or the path of a JSON file, got "
+                f"{type(source).__name__}; pass one of these"
             )
         honoured = frozenset[str]()
         if "optimizer" in source:
@@ -334,19 +390,24 @@ class Config(Block):
             raise ConfigError("\n".join(wrong)) from None
         for note in notes:
             if note.kind == "not yet":
-                warnings.warn(f"{note.key}: {SAYS_NOT_YET}; {note.reason}", ConfigWarning, stacklevel=2)
+                warnings.warn(
+                    f"{note.key}: {SAYS_NOT_YET}; {note.reason}", ConfigWarning, stacklevel=2
+                )
         cfg._notes = notes
         return cfg
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
-        """The batch sizes on `world_size` ranks, the missing ones inferred: train = micro × accumulation × ranks.
+        """The batch sizes on `world_size` ranks, the missing ones inferred: train =
+        micro × accumulation × ranks.
 
         Where `elasticity` is enabled, it sets them.
 
         Raises:
             ConfigError: they do not fit each other and the world size.
 
-        >>> Config.load({"train_batch_size": 24, "gradient_accumulation_steps": 3}).batch_sizes(world_size=4)
+        >>> Config.load({"train_batch_size": 24, "gradient_accumulation_steps": 3}).batch_sizes(
+        ...     world_size=4
+        ... )
         BatchSizes(train=24, micro=2, num_micro_steps=3)
         """
         if self.elasticity.enabled:
@@ -367,8 +428,9 @@ class Config(Block):
         product = micro * steps * world_size
         if train not in (None, product) or not product:
             raise ConfigError(
-                f"train_batch_size: must equal train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks, got "
-                f"{train} for {micro} × {steps} × {world_size}; change one of them, or leave one out to have it inferred"
+                f"train_batch_size: must equal train_micro_batch_size_per_gpu × "
+                f"gradient_accumulation_steps × ranks, got {train} for {micro} × {steps} × "
+                f"{world_size}; change one of them, or leave one out to have it inferred"
             )
         return BatchSizes(product, micro, steps)
 
@@ -378,7 +440,8 @@ def _explain(detail: ErrorDetails) -> str:
     block: type[BaseModel] = Config
     location: list[str] = []
     for index, part in enumerate(map(str, detail["loc"])):
-        if index == 1 and location[0] in ("optimizer", "scheduler"):  # the member of the union, not a key
+        # the member of the union, not a key
+        if index == 1 and location[0] in ("optimizer", "scheduler"):
             block = {**OPTIMIZERS, **TORCH_OPTIMIZERS, **SCHEDULERS}.get(part, TorchScheduler)
             continue
         location.append(part)
@@ -390,8 +453,12 @@ def _explain(detail: ErrorDetails) -> str:
     if detail["type"] != "extra_forbidden":
         message = message_of(detail)
         given = "" if isinstance(detail["input"], Mapping) else f", got {detail['input']!r}"
-        return f"{field}: {message}{given}" if location else message  # a check of several keys: its message names them
+        # a check of several keys: its message names them
+        return f"{field}: {message}{given}" if location else message
     key = location[-1]
     if key in block.model_fields:
-        return f"{field}: stands beside {block.model_fields[key].alias!r}, which is the same; remove one of them"
+        return (
+            f"{field}: stands beside {block.model_fields[key].alias!r}, which is the same; "
+            f"remove one of them"
+        )
     return unknown_key(field, tuple(block.model_fields), tuple(names_in(Config)))

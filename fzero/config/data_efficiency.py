@@ -1,4 +1,6 @@
-"""The blocks `curriculum_learning`, `data_efficiency` and `progressive_layer_drop`, as frozen values; see docs/data.md."""
+"""The blocks `curriculum_learning`, `data_efficiency` and `progressive_layer_drop`, as
+frozen values; see docs/data.md.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,25 @@ class Difficulty(Block):
     """A difficulty as a function of the step's number, which is counted from 1."""
 
     min_difficulty: Elements | None = None
-    """The first difficulty, rounded down to a multiple of `difficulty_step`; required."""
+    """The first difficulty, rounded down to a multiple of `difficulty_step`; required.
+    """
     max_difficulty: Elements | None = None
     """The last difficulty; required."""
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] | None = None
-    """How it rises; required. custom: a function that `set_custom_curriculum_learning_schedule` sets."""
+    """How it rises; required. custom: a function that
+    `set_custom_curriculum_learning_schedule` sets.
+    """
     schedule_config: ScheduleConfig = ScheduleConfig()
-    """The schedule's numbers: `total_curriculum_step`, `difficulty_step` and `root_degree`, or `difficulty` and `max_step`."""
+    """The schedule's numbers: `total_curriculum_step`, `difficulty_step` and
+    `root_degree`, or `difficulty` and `max_step`.
+    """
 
     def schedule(self) -> Root | Discrete | None:
         """The schedule; None where the script sets a function.
 
         Raises:
-            ValueError: a key that it needs is missing, or the numbers do not fit each other.
+            ValueError: a key that it needs is missing, or the numbers do not fit each
+                other.
         """
         for key in ("min_difficulty", "max_difficulty", "schedule_type"):
             if getattr(self, key) is None:
@@ -61,14 +69,22 @@ class Difficulty(Block):
         kind, numbers = self.schedule_type or "custom", self.schedule_config
         for key in _NEEDS[kind]:
             if getattr(numbers, key) is None:
-                raise ValueError(f"schedule_config.{key}: is required for schedule_type {kind!r}; give a value")
+                raise ValueError(
+                    f"schedule_config.{key}: is required for schedule_type {kind!r}; give a value"
+                )
         if kind == "custom":
             return None
-        if numbers.difficulty is not None and numbers.max_step is not None and kind == "fixed_discrete":
+        if (
+            numbers.difficulty is not None
+            and numbers.max_step is not None
+            and kind == "fixed_discrete"
+        ):
             return Discrete(numbers.difficulty, numbers.max_step)
         least, most = self.min_difficulty or 0, self.max_difficulty or 0
         if least > most:
-            raise ValueError(f"min_difficulty: must be at most max_difficulty, {most}, got {least}; lower it")
+            raise ValueError(
+                f"min_difficulty: must be at most max_difficulty, {most}, got {least}; lower it"
+            )
         return Root(
             least, most, numbers.total_curriculum_step or 1,
             numbers.difficulty_step or 1, numbers.root_degree or 1 if kind == "fixed_root" else 1,
@@ -79,8 +95,9 @@ class Difficulty(Block):
         schedule = self.schedule()
         if isinstance(schedule, Root) and (rest := schedule.minimum % schedule.multiple):
             return [
-                f"min_difficulty: is {schedule.minimum}, no multiple of difficulty_step {schedule.multiple}, so that the first "
-                f"difficulty is {schedule.minimum - rest}, as in DeepSpeed; give a multiple"
+                f"min_difficulty: is {schedule.minimum}, no multiple of difficulty_step "
+                f"{schedule.multiple}, so that the first difficulty is {schedule.minimum - rest}, "
+                f"as in DeepSpeed; give a multiple"
             ]
         return []
 
@@ -93,8 +110,9 @@ def _check_schedule(block: Difficulty, name: str = "") -> None:
 
 
 class CurriculumLearning(Difficulty):
-    """DeepSpeed key `curriculum_learning`: the engine passes `curriculum_seqlen=` to each forward in training mode, and the model
-    truncates its sequences. `fzero.data.truncated` cuts a batch before a step."""
+    """DeepSpeed key `curriculum_learning`: the engine passes `curriculum_seqlen=` to
+    each forward in training mode, and the model truncates its sequences.
+    `fzero.data.truncated` cuts a batch before a step."""
 
     enabled: bool | None = None
     """Whether a curriculum is used; required."""
@@ -111,16 +129,24 @@ class CurriculumLearning(Difficulty):
 
 
 class CurriculumMetric(Difficulty):
-    """One metric of a curriculum: a sample is taken if its value is not above the difficulty."""
+    """One metric of a curriculum: a sample is taken if its value is not above the
+    difficulty.
+    """
 
     index_to_sample_path: FolderOrFile | None = None
-    """The analyzer's file of samples in ascending order of the metric, without suffix; not for single_cluster."""
+    """The analyzer's file of samples in ascending order of the metric, without suffix;
+    not for single_cluster.
+    """
     index_to_metric_path: FolderOrFile | None = None
     """The analyzer's file of the values, without suffix; for difficulties by value."""
     difficulty_type: Literal["value", "percentile"] = "value"
-    """Whether a difficulty is a value, or a share of the samples, of which `max_difficulty` is all."""
+    """Whether a difficulty is a value, or a share of the samples, of which
+    `max_difficulty` is all.
+    """
     clustering_type: Literal["schedule_based", "single_cluster"] = "schedule_based"
-    """single_cluster takes all samples at once; its difficulty is for `set_data_post_process_func` only."""
+    """single_cluster takes all samples at once; its difficulty is for
+    `set_data_post_process_func` only.
+    """
 
     def check(self, name: str) -> None:
         """Raises a ValueError that names the metric."""
@@ -130,10 +156,13 @@ class CurriculumMetric(Difficulty):
         for key in needed:
             if getattr(self, key) is None:
                 raise ValueError(
-                    f"{name}.{key}: is required for clustering_type 'schedule_based'; give the analyzer's file"
+                    f"{name}.{key}: is required for clustering_type 'schedule_based'; give the "
+                    f"analyzer's file"
                 )
         if self.difficulty_type == "percentile" and not self.max_difficulty:
-            raise ValueError(f"{name}.max_difficulty: must be at least 1 for percentiles, got 0; 100 is usual")
+            raise ValueError(
+                f"{name}.max_difficulty: must be at least 1 for percentiles, got 0; 100 is usual"
+            )
 
 
 class SampledCurriculum(Block):
@@ -151,7 +180,8 @@ class SampledCurriculum(Block):
     def _is_whole(self) -> Self:
         if self.enabled and not self.curriculum_metrics:
             raise ValueError(
-                "curriculum_metrics: must name a metric where the curriculum is enabled, got none; give one"
+                "curriculum_metrics: must name a metric where the curriculum is enabled, got none; "
+                "give one"
             )
         for name, metric in self.curriculum_metrics.items() if self.enabled else ():
             metric.check(f"curriculum_metrics.{name}")
@@ -159,7 +189,9 @@ class SampledCurriculum(Block):
 
 
 class DynamicBatching(Block):
-    """Batches of as many samples as their tokens allow (`fzero.data.batches_by_tokens`)."""
+    """Batches of as many samples as their tokens allow
+    (`fzero.data.batches_by_tokens`).
+    """
 
     enabled: bool = False
     """Whether the script's call for variable batches is allowed."""
@@ -181,7 +213,9 @@ class DynamicBatching(Block):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if self.enabled and self.max_tokens is None:
-            raise ValueError("max_tokens: is required where dynamic batching is enabled; give a number of tokens")
+            raise ValueError(
+                "max_tokens: is required where dynamic batching is enabled; give a number of tokens"
+            )
         return self
 
 
@@ -227,7 +261,10 @@ class LTDSchedule(Block):
         """r(n): the number of kept tokens after n updates."""
         numbers = self.schedule_config
         if self.min_value > self.max_value:
-            raise ValueError(f"min_value: must be at most max_value, {self.max_value}, got {self.min_value}; lower it")
+            raise ValueError(
+                f"min_value: must be at most max_value, {self.max_value}, got {self.min_value}; "
+                f"lower it"
+            )
         return Root(self.min_value, self.max_value, numbers.require_steps, numbers.seq_per_step)
 
 
@@ -247,17 +284,21 @@ class LayerTokenRates(Block):
     def _is_off(self) -> Self:
         if self.enabled:
             raise ValueError(
-                "layer_token_lr_schedule.enabled: must be false, got true, for which DeepSpeed raises NotImplementedError; set "
-                "it to false"
+                "layer_token_lr_schedule.enabled: must be false, got true, for which DeepSpeed "
+                "raises NotImplementedError; set it to false"
             )
         return self
 
 
 class RandomLTDBlock(Block):
-    """Random layer-token dropping: in training the chosen layers see a random choice of the tokens."""
+    """Random layer-token dropping: in training the chosen layers see a random choice of
+    the tokens.
+    """
 
     enabled: bool = False
-    """Whether tokens are dropped after `convert_to_random_ltd`, or in a model that `fzero.data.RandomLTD` has marked."""
+    """Whether tokens are dropped after `convert_to_random_ltd`, or in a model that
+    `fzero.data.RandomLTD` has marked.
+    """
     total_layer_num: Count | None = None
     """The number of layers of the model; for the count of layer tokens."""
     random_ltd_layer_num: Elements | None = None
@@ -265,7 +306,9 @@ class RandomLTDBlock(Block):
     random_ltd_layer_id: tuple[Elements, ...] = ()
     """The positions of the layers among the modules of their class, from 0."""
     model_mask_name: str | None = None
-    """The name of the layer's argument that is the attention mask; None if there is none."""
+    """The name of the layer's argument that is the attention mask; None if there is
+    none.
+    """
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = "batch_seq_dim"
     """The first two dimensions of the hidden states."""
     layer_token_lr_schedule: LayerTokenRates = LayerTokenRates()
@@ -279,18 +322,22 @@ class RandomLTDBlock(Block):
             return self
         if self.random_ltd_schedule is None:
             raise ValueError(
-                "random_ltd_schedule: is required where random_ltd is enabled; give min_value, max_value and so on"
+                "random_ltd_schedule: is required where random_ltd is enabled; give min_value, "
+                "max_value and so on"
             )
         try:
             self.random_ltd_schedule.schedule()
         except ValueError as error:
             raise ValueError(f"random_ltd_schedule: {error}") from None
         if len({*self.random_ltd_layer_id}) != len(self.random_ltd_layer_id):
-            raise ValueError(f"random_ltd_layer_id: must name each layer once, got {list(self.random_ltd_layer_id)}")
+            raise ValueError(
+                f"random_ltd_layer_id: must name each layer once, got "
+                f"{list(self.random_ltd_layer_id)}"
+            )
         if self.random_ltd_layer_num not in (None, len(self.random_ltd_layer_id)):
             raise ValueError(
-                f"random_ltd_layer_num: must be the number of layers in random_ltd_layer_id, {len(self.random_ltd_layer_id)}, "
-                f"got {self.random_ltd_layer_num}; leave it out"
+                f"random_ltd_layer_num: must be the number of layers in random_ltd_layer_id, "
+                f"{len(self.random_ltd_layer_id)}, got {self.random_ltd_layer_num}; leave it out"
             )
         return self
 
@@ -305,8 +352,9 @@ class DataRouting(Block):
 
 
 class DataEfficiency(Block):
-    """DeepSpeed key `data_efficiency`: which samples, and which of their tokens, a step computes with. An inner block counts if
-    all blocks around it are enabled, too; DeepSpeed ignores these."""
+    """DeepSpeed key `data_efficiency`: which samples, and which of their tokens, a step
+    computes with. An inner block counts if all blocks around it are enabled, too;
+    DeepSpeed ignores these."""
 
     enabled: bool = False
     """Whether the block counts."""
@@ -337,22 +385,31 @@ class DataEfficiency(Block):
         outer = "data_efficiency"
         flags: tuple[tuple[str, bool, bool], ...] = (
             ("data_sampling", sampling.enabled, self.enabled),
-            ("data_sampling.curriculum_learning", sampling.curriculum_learning.enabled, self.samples),
+            (
+                "data_sampling.curriculum_learning",
+                sampling.curriculum_learning.enabled,
+                self.samples,
+            ),
             ("data_sampling.dynamic_batching", sampling.dynamic_batching.enabled, self.samples),
             ("data_routing", routing.enabled, self.enabled),
-            ("data_routing.random_ltd", routing.random_ltd.enabled, self.enabled and routing.enabled),
+            (
+                "data_routing.random_ltd",
+                routing.random_ltd.enabled,
+                self.enabled and routing.enabled,
+            ),
         )
         return [
-            f"{outer}.{name}.enabled: has no effect, because a block around it is not enabled (DeepSpeed looks at the inner one "
-            f"alone); enable that, too, or leave this out"
+            f"{outer}.{name}.enabled: has no effect, because a block around it is not enabled "
+            f"(DeepSpeed looks at the inner one alone); enable that, too, or leave this out"
             for name, is_on, counts in flags
             if is_on and not counts
         ]
 
 
 class ProgressiveLayerDrop(Block):
-    """DeepSpeed key `progressive_layer_drop`: a step passes `progressive_layer_drop=True` and `pld_theta=` to each forward in
-    training mode, and the model drops layers (`fzero.data.kept_layers`)."""
+    """DeepSpeed key `progressive_layer_drop`: a step passes
+    `progressive_layer_drop=True` and `pld_theta=` to each forward in training mode, and
+    the model drops layers (`fzero.data.kept_layers`)."""
 
     enabled: bool = False
     """Whether the engine passes them."""
@@ -362,8 +419,12 @@ class ProgressiveLayerDrop(Block):
     """How fast θ falls."""
 
 
-def data_warnings(efficiency: DataEfficiency | None, curriculum: CurriculumLearning | None) -> list[str]:
-    """Lines for keys without effect, and for difficulties that do not begin where they say."""
+def data_warnings(
+    efficiency: DataEfficiency | None, curriculum: CurriculumLearning | None
+) -> list[str]:
+    """Lines for keys without effect, and for difficulties that do not begin where they
+    say.
+    """
     efficiency = efficiency or DataEfficiency()
     lines = efficiency.ineffective()
     if curriculum is not None and curriculum.enabled:
@@ -371,7 +432,11 @@ def data_warnings(efficiency: DataEfficiency | None, curriculum: CurriculumLearn
     if efficiency.samples_by_difficulty:
         where = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
         metrics: Mapping[str, Any] = efficiency.data_sampling.curriculum_learning.curriculum_metrics
-        lines += [f"{where}.{name}.{line}" for name, metric in metrics.items() for line in metric.warnings()]
+        lines += [
+            f"{where}.{name}.{line}"
+            for name, metric in metrics.items()
+            for line in metric.warnings()
+        ]
     block = efficiency.data_routing.random_ltd.random_ltd_schedule
     if (
         efficiency.drops_tokens
@@ -379,8 +444,8 @@ def data_warnings(efficiency: DataEfficiency | None, curriculum: CurriculumLearn
         and (rest := block.min_value % (schedule := block.schedule()).multiple)
     ):
         lines.append(
-            f"data_efficiency.data_routing.random_ltd.random_ltd_schedule.min_value: is {block.min_value}, no multiple of "
-            f"seq_per_step {schedule.multiple}, so that {block.min_value - rest} tokens are kept at first, as in DeepSpeed; give "
-            f"a multiple"
+            f"data_efficiency.data_routing.random_ltd.random_ltd_schedule.min_value: is "
+            f"{block.min_value}, no multiple of seq_per_step {schedule.multiple}, so that "
+            f"{block.min_value - rest} tokens are kept at first, as in DeepSpeed; give a multiple"
         )
     return lines

@@ -1,10 +1,14 @@
-"""DeepSpeed's configuration keys that have no effect here or are not honoured yet, as tables.
+"""DeepSpeed's configuration keys that have no effect here or are not honoured yet, as
+tables.
 
-The names are those of DeepSpeed 0.19, dotted from the top level. `fzero.config.config` has the keys that fzero honours.
+The names are those of DeepSpeed 0.19, dotted from the top level. `fzero.config.config`
+has the keys that fzero honours.
 
-- ACCEPTED keys have nothing to do here; the table has the reasons, and TYPES the types of their values.
+- ACCEPTED keys have nothing to do here; the table has the reasons, and TYPES the types
+  of their values.
 - HARMLESS keys are not honoured yet, and training is correct without them: a warning.
-- REFUSED keys are not honoured yet, and training would lack something: an error, with the fix.
+- REFUSED keys are not honoured yet, and training would lack something: an error, with
+  the fix.
 
 INNER has the keys of those that are blocks, so that a misspelt key is found there, too.
 """
@@ -14,25 +18,46 @@ from __future__ import annotations
 from typing import Any
 
 ACCEPTED = {
-    "steps_per_print": "for the engine (fzero.initialize); a step prints nothing, and returns its metrics",
-    "wall_clock_breakdown": "for the engine (fzero.initialize); a step prints nothing; use fzero.profiling.save_trace",
-    "memory_breakdown": "for the engine (fzero.initialize); print(step.plan) shows the bytes of model state",
+    "steps_per_print": (
+        "for the engine (fzero.initialize); a step prints nothing, and returns its metrics"
+    ),
+    "wall_clock_breakdown": (
+        "for the engine (fzero.initialize); a step prints nothing; use fzero.profiling.save_trace"
+    ),
+    "memory_breakdown": (
+        "for the engine (fzero.initialize); print(step.plan) shows the bytes of model state"
+    ),
     "dump_state": "for the engine (fzero.initialize); print the configuration and step.plan",
-    "autotuning": "for `fzero tune` and `fzero run --autotuning`; a run uses the values that the other keys have",
+    "autotuning": (
+        "for `fzero tune` and `fzero run --autotuning`; a run uses the values that the other "
+        "keys have"
+    ),
     "timers": "fzero prints nothing by itself; use torch.profiler",
     "log_level": "fzero prints nothing by itself",
     "dataloader_drop_last": "for the engine (fzero.initialize); a step has no data loader",
-    "managed_gradient_accumulation": "for the engine (fzero.initialize); a step updates once for each batch",
+    "managed_gradient_accumulation": (
+        "for the engine (fzero.initialize); a step updates once for each batch"
+    ),
     "vocabulary_size": "DeepSpeed only warns when it is not a multiple of 8",
     "disable_allgather": "DeepSpeed reads it and does nothing with it",
-    "seq_parallel_communication_data_type": "there is no sequence parallelism, and asking for it is an error",
-    "use_data_before_expert_parallelism": "there is no expert parallelism, and asking for it is an error",
-    "data_efficiency.data_sampling.curriculum_learning.data_cluster_path": "the sampler is a function, and writes no files",
-    "data_efficiency.data_routing.random_ltd.model_type": "rows and columns of kept tokens are taken from every mask",
+    "seq_parallel_communication_data_type": (
+        "there is no sequence parallelism, and asking for it is an error"
+    ),
+    "use_data_before_expert_parallelism": (
+        "there is no expert parallelism, and asking for it is an error"
+    ),
+    ("data_efficiency.data_sampling.curriculum_learning.data_cluster_path"): (
+        "the sampler is a function, and writes no files"
+    ),
+    ("data_efficiency.data_routing.random_ltd.model_type"): (
+        "rows and columns of kept tokens are taken from every mask"
+    ),
     "aio.thread_count": "DeepSpeed reads intra_op_parallelism instead",
     "aio.single_submit": "a call to the system moves one block",
     "aio.overlap_events": "blocks always move beside each other",
-    "zero_allow_untested_optimizer": "it allows nothing more: every optimizer that is taken works in every stage",
+    "zero_allow_untested_optimizer": (
+        "it allows nothing more: every optimizer that is taken works in every stage"
+    ),
     "zero_force_ds_cpu_optimizer": "there is one kind of optimizer",
     "zero_optimization.contiguous_gradients": "gradients are always written into flat buffers",
     "zero_optimization.reduce_scatter": "stages 1 to 3 always reduce-scatter",
@@ -40,31 +65,61 @@ ACCEPTED = {
     "zero_optimization.allgather_partitions": "updated shards are always all-gathered",
     "zero_optimization.allgather_size": "DeepSpeed reads allgather_bucket_size instead",
     "zero_optimization.overlap_comm": "collectives always run beside the compute",
-    "zero_optimization.load_from_fp32_weights": "a state keeps its master; a new one is made from the weights given",
+    ("zero_optimization.load_from_fp32_weights"): (
+        "a state keeps its master; a new one is made from the weights given"
+    ),
     "zero_optimization.elastic_checkpoint": "the layout does not depend on it",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "step.gather gives the weights whenever you ask",
-    "zero_optimization.stage3_module_granularity_threshold": "units are found by their repetition; name them in units=",
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": "gathers are made of the fastest sends of the backend",
+    ("zero_optimization.stage3_gather_16bit_weights_on_model_save"): (
+        "step.gather gives the weights whenever you ask"
+    ),
+    ("zero_optimization.stage3_module_granularity_threshold"): (
+        "units are found by their repetition; name them in units="
+    ),
+    ("zero_optimization.stage3_use_all_reduce_for_fetch_params"): (
+        "gathers are made of the fastest sends of the backend"
+    ),
     "zero_optimization.stage3_allgather_sequential": "gathers follow step.schedule",
     "zero_optimization.leaf_module": "units are found by their repetition; name them in units=",
-    "zero_optimization.mics_hierarchical_params_gather": "a rank sends its shard to each rank that needs it, in one go",
-    "zero_optimization.memory_efficient_linear": "a linear layer saves a reference to its gathered unit, not the weights",
+    ("zero_optimization.mics_hierarchical_params_gather"): (
+        "a rank sends its shard to each rank that needs it, in one go"
+    ),
+    ("zero_optimization.memory_efficient_linear"): (
+        "a linear layer saves a reference to its gathered unit, not the weights"
+    ),
     "zero_optimization.override_module_apply": "fzero leaves modules as they are",
     "zero_optimization.pipeline_loading_checkpoint": "init takes one unit at a time in any case",
-    "zero_optimization.log_trace_cache_warnings": "another order of units is an error that names the unit",
+    ("zero_optimization.log_trace_cache_warnings"): (
+        "another order of units is an error that names the unit"
+    ),
     "zero_optimization.enable_sanity_checks": "the checks are always on",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon's momentum is part of the state, where that is placed",
+    ("zero_optimization.save_muon_momentum_buffer_in_memory"): (
+        "Muon's momentum is part of the state, where that is placed"
+    ),
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed ignores it too",
-    "zero_optimization.offload_optimizer.fast_init": "init writes the state sub-group by sub-group in any case",
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "it is for super_offload, whose place the ordinary offload takes",
+    ("zero_optimization.offload_optimizer.fast_init"): (
+        "init writes the state sub-group by sub-group in any case"
+    ),
+    ("zero_optimization.offload_optimizer.cpuadam_cores_perc"): (
+        "it is for super_offload, whose place the ordinary offload takes"
+    ),
     "bf16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
     "bfloat16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
-    "activation_checkpointing.synchronize_checkpoint_boundary": "nothing has to wait for the device there",
+    ("activation_checkpointing.synchronize_checkpoint_boundary"): (
+        "nothing has to wait for the device there"
+    ),
     "activation_checkpointing.profile": "fzero prints nothing by itself; use torch.profiler",
-    "activation_checkpointing.number_checkpoints": "it sizes contiguous buffers, which do not exist here",
-    "compression_training.weight_quantization.shared_parameters.quantizer_kernel": "PyTorch's operators have the same numbers",
-    "compression_training.weight_quantization.shared_parameters.quantize_verbose": "fzero prints nothing; print the plan",
-    "elasticity.min_time": "it is for a scheduler of jobs; DeepSpeed reads it and does nothing with it",
+    ("activation_checkpointing.number_checkpoints"): (
+        "it sizes contiguous buffers, which do not exist here"
+    ),
+    ("compression_training.weight_quantization.shared_parameters.quantizer_kernel"): (
+        "PyTorch's operators have the same numbers"
+    ),
+    (
+        "compression_training.weight_quantization.shared_parameters.quantize_verbose"
+    ): "fzero prints nothing; print the plan",
+    "elasticity.min_time": (
+        "it is for a scheduler of jobs; DeepSpeed reads it and does nothing with it"
+    ),
     "optimizer.legacy_fusion": "there is one kind of optimizer",
     "optimizer.params.torch_adam": "every Adam here has torch's numbers",
     "optimizer.params.fused": "the update is always PyTorch's fused kernel where it has one",
@@ -99,53 +154,95 @@ TYPES = {
     "a text or null": "log_level seq_parallel_communication_data_type",
     "an object": "timers zero_optimization.leaf_module",
 }
-"""Accepted keys by the required type of their value; the values of all others are not checked."""
+"""Accepted keys by the required type of their value; the values of all others are not
+checked.
+"""
 
-_ENGINE_WRITES = "for the engine (fzero.initialize); a step returns its metrics, which fzero.log writes"
+_ENGINE_WRITES = (
+    "for the engine (fzero.initialize); a step returns its metrics, which fzero.log writes"
+)
 
 HARMLESS = {
     "sparse_gradients": "gradients of embeddings are sent in full",
-    "checkpoint": "for the engine (fzero.initialize), which validates tags; a step saves nothing by itself",
-    **dict.fromkeys(
-        ("nebula", "datastates", "datastates_ckpt"), "fzero saves nothing by itself; a state is a pytree of tensors"
+    "checkpoint": (
+        "for the engine (fzero.initialize), which validates tags; a step saves nothing by itself"
     ),
-    "flops_profiler": "for the engine (fzero.initialize); for a step call fzero.profiling.profile(model, batch)",
-    "comms_logger": "for the engine (fzero.initialize); for a step comms_table(trace_comm(step, state, batch).rows) "
+    **dict.fromkeys(
+        ("nebula", "datastates", "datastates_ckpt"),
+        "fzero saves nothing by itself; a state is a pytree of tensors",
+    ),
+    "flops_profiler": (
+        "for the engine (fzero.initialize); for a step call fzero.profiling.profile(model, batch)"
+    ),
+    "comms_logger": "for the engine (fzero.initialize); for a step comms_table(trace_comm(step, state, "
+    "batch).rows) "
     "of fzero.profiling",
     **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _ENGINE_WRITES),
     "pipeline": "for a PipelineModule, whose engine reads activation_checkpoint_interval",
-    "hybrid_engine": "for the engine (fzero.initialize); with a step use fzero.generating(step, state)",
-    "eigenvalue": "DeepSpeed does not read the block either: its eigenvalues belong to quantize_training, where it has "
+    "hybrid_engine": (
+        "for the engine (fzero.initialize); with a step use fzero.generating(step, state)"
+    ),
+    "eigenvalue": "DeepSpeed does not read the block either: its eigenvalues belong to "
+    "quantize_training, where it has "
     "switched them off; the quantization_period of compression_training counts as given",
-    "compile": "the step runs in eager mode, with the same numbers; make_train_step(compile=...) compiles",
+    "compile": (
+        "the step runs in eager mode, with the same numbers; make_train_step(compile=...) compiles"
+    ),
     "graph_harvesting": "the step runs in eager mode",
-    "zero_optimization.stage3_model_persistence_threshold": "only stage3_param_persistence_threshold decides",
-    "zero_optimization.offload_optimizer.super_offload": "the offload is the ordinary one, with the same numbers",
-    "activation_checkpointing.partition_activations": "no rank is model-parallel, so that nothing is divided; "
+    ("zero_optimization.stage3_model_persistence_threshold"): (
+        "only stage3_param_persistence_threshold decides"
+    ),
+    ("zero_optimization.offload_optimizer.super_offload"): (
+        "the offload is the ordinary one, with the same numbers"
+    ),
+    (
+        "activation_checkpointing.partition_activations"
+    ): "no rank is model-parallel, so that nothing is divided; "
     "cpu_checkpointing keeps the inputs in host memory",
-    "activation_checkpointing.contiguous_memory_optimization": "it is for partition_activations, which divides nothing here",
+    ("activation_checkpointing.contiguous_memory_optimization"): (
+        "it is for partition_activations, which divides nothing here"
+    ),
 }
-"""Keys that fzero does not honour yet and whose absence changes no number, each with the replacement."""
+"""Keys that fzero does not honour yet and whose absence changes no number, each with
+the replacement.
+"""
 
 _REMOVE = "remove it to run without"
 
 REFUSED = {
     "amp": "use bf16, fp16 or torch_autocast",
     **dict.fromkeys(("weight_quantization", "quantize_training"), _REMOVE),
-    **dict.fromkeys(("tensor_parallel", "expert_parallel", "sequence_parallel_size", "data_parallel_size"), _REMOVE),
-    "zero_optimization.cpu_offload": "it must be true, which is offload_optimizer with device 'cpu', or false",
+    **dict.fromkeys(
+        ("tensor_parallel", "expert_parallel", "sequence_parallel_size", "data_parallel_size"),
+        _REMOVE,
+    ),
+    "zero_optimization.cpu_offload": (
+        "it must be true, which is offload_optimizer with device 'cpu', or false"
+    ),
     "aio.use_gds": "files are read and written through host memory; remove it",
-    "zero_optimization.cpu_offload_param": "it must be true, which is offload_param with device 'cpu', or false",
-    "zero_optimization.cpu_offload_params": "it must be true, which is offload_param with device 'cpu', or false",
-    "zero_optimization.zenflow": "it updates most gradients late, which changes the results; remove it for the ordinary "
+    "zero_optimization.cpu_offload_param": (
+        "it must be true, which is offload_param with device 'cpu', or false"
+    ),
+    "zero_optimization.cpu_offload_params": (
+        "it must be true, which is offload_param with device 'cpu', or false"
+    ),
+    "zero_optimization.zenflow": "it updates most gradients late, which changes the results; remove it for the "
+    "ordinary "
     "offload, offload_optimizer with device 'cpu'",
     "zero_optimization.legacy_stage1": "DeepSpeed refuses it too; remove it",
     "optimizer.params.max_grad_norm": "DeepSpeed refuses it too; use gradient_clipping",
-    **dict.fromkeys(("optimizer.params.amsgrad", "optimizer.params.maximize", "optimizer.params.capturable"), _REMOVE),
-    **dict.fromkeys(("optimizer.params.differentiable", "optimizer.params.decoupled_weight_decay"), _REMOVE),
+    **dict.fromkeys(
+        ("optimizer.params.amsgrad", "optimizer.params.maximize", "optimizer.params.capturable"),
+        _REMOVE,
+    ),
+    **dict.fromkeys(
+        ("optimizer.params.differentiable", "optimizer.params.decoupled_weight_decay"), _REMOVE
+    ),
     "optimizer.params.freeze_step": _REMOVE,
 }
-"""Keys that fzero does not honour yet and that would change training, each with the fix."""
+"""Keys that fzero does not honour yet and that would change training, each with the
+fix.
+"""
 
 NOT_YET = HARMLESS | REFUSED
 
@@ -159,7 +256,9 @@ OFF: dict[str, Any] = {
     "pipeline.pipe_partitioned": True,
     "pipeline.grad_partitioned": True,
 }
-"""Values (of a tuple: each) that switch off a key that is not honoured yet, besides null, false and "auto"."""
+"""Values (of a tuple: each) that switch off a key that is not honoured yet, besides
+null, false and "auto".
+"""
 
 SWITCHES: dict[str, tuple[str, Any]] = {
     "zero_optimization.zenflow": ("topk_ratio", 0.1),
@@ -167,8 +266,8 @@ SWITCHES: dict[str, tuple[str, Any]] = {
     "tensor_parallel": ("autotp_size", 0),
     "weight_quantization": ("enabled", True),
 }
-"""The key that switches a block off, and its default. For other blocks it is `enabled` with the default false; a block without
-that key is off when all its keys are."""
+"""The key that switches a block off, and its default. For other blocks it is `enabled`
+with the default false; a block without that key is off when all its keys are."""
 
 INNER = {
     "amp": "enabled *",
@@ -207,7 +306,9 @@ INNER = {
     "tensorboard": "enabled output_path job_name",
     "timers": "throughput.enabled throughput.synchronized",
     "wandb": "enabled group team project",
-    "weight_quantization": "enabled num_bits q_type q_groups quantized_initialization.* post_init_quant.*",
+    "weight_quantization": (
+        "enabled num_bits q_type q_groups quantized_initialization.* post_init_quant.*"
+    ),
     "zero_optimization.leaf_module": "classes names name_suffixes",
     "zero_optimization.zenflow": """topk_ratio select_strategy select_interval update_interval overlap_step offload
         auto_ratio full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch""",
@@ -217,7 +318,11 @@ INNER = {
 _STAGE_3 = "zero_optimization.stage3_"
 
 SPELLINGS = {
-    **{name.replace("stage3_", ""): name for name in (*ACCEPTED, *NOT_YET) if name.startswith(_STAGE_3)},
+    **{
+        name.replace("stage3_", ""): name
+        for name in (*ACCEPTED, *NOT_YET)
+        if name.startswith(_STAGE_3)
+    },
     f"{_STAGE_3}gather_fp16_weights_on_model_save": f"{_STAGE_3}gather_16bit_weights_on_model_save",
 }
 """Other names of keys; the value of both is the same."""
@@ -230,6 +335,7 @@ INSTEAD = {
 """Older keys, and the block that replaces each."""
 
 KNOWN = frozenset(
-    {*ACCEPTED, *NOT_YET, *SPELLINGS} | {f"{block}.{key}" for block, keys in INNER.items() for key in keys.split()}
+    {*ACCEPTED, *NOT_YET, *SPELLINGS}
+    | {f"{block}.{key}" for block, keys in INNER.items() for key in keys.split()}
 )
 """Every key of DeepSpeed that fzero does not honour."""

@@ -1,6 +1,8 @@
-"""DeepSpeed's own models of the block `zero_optimization`, for scripts that make or read them; a step reads `fzero.config.zero`.
+"""DeepSpeed's own models of the block `zero_optimization`, for scripts that make or
+read them; a step reads `fzero.config.zero`.
 
-A field has DeepSpeed's name, alias, default and bounds. `docs/config.md` says what fzero does with each key.
+A field has DeepSpeed's name, alias, default and bounds. `docs/config.md` says what
+fzero does with each key.
 """
 
 from __future__ import annotations
@@ -37,28 +39,45 @@ class pp_int(int):
 class DeepSpeedConfigModel(BaseModel):
     """The base of DeepSpeed's blocks, and of a script's own.
 
-    A field is deprecated where its `json_schema_extra` has `deprecated: True`. Where such a field is given, a warning is logged
-    with the `deprecated_msg`, and its value moves to the field `new_param` ("a.b" is one of a sub-block), after
-    `new_param_fn`, unless `set_new_param` is False.
+    A field is deprecated where its `json_schema_extra` has `deprecated: True`. Where
+    such a field is given, a warning is logged with the `deprecated_msg`, and its value
+    moves to the field `new_param` ("a.b" is one of a sub-block), after `new_param_fn`,
+    unless `set_new_param` is False.
 
     >>> class Optimizer(DeepSpeedConfigModel):
     ...     lr: float = 0.1
-    ...     rate: str = Field("0", json_schema_extra={"deprecated": True, "new_param": "lr", "new_param_fn": float})
+    ...     rate: str = Field(
+    ...         "0",
+    ...         json_schema_extra={"deprecated": True, "new_param": "lr", "new_param_fn": float},
+    ...     )
     >>> Optimizer(rate="0.5").lr
     0.5
     """
 
     model_config = ConfigDict(
-        validate_default=True, validate_assignment=True, use_enum_values=True, populate_by_name=True, extra="forbid",
-        arbitrary_types_allowed=True, protected_namespaces=(),
-    )  # fmt: skip
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
-        given = data if strict else {k: value for k, value in data.items() if value != "auto" or k == "replace_method"}
+        given = (
+            data
+            if strict
+            else {k: value for k, value in data.items() if value != "auto" or k == "replace_method"}
+        )
         super().__init__(**given)
         for name, field in type(self).model_fields.items():
             extra = field.json_schema_extra
-            if isinstance(extra, Mapping) and extra.get("deprecated", False) and name in self.model_fields_set:
+            if (
+                isinstance(extra, Mapping)
+                and extra.get("deprecated", False)
+                and name in self.model_fields_set
+            ):
                 self._move(name, extra)
 
     def _move(self, name: str, how: Mapping[str, Any]) -> None:
@@ -78,7 +97,8 @@ class DeepSpeedConfigModel(BaseModel):
         setattr(owner, last, value)
 
     @field_serializer("dtype", check_fields=False)
-    def serialize_torch_dtype(dtype: torch.dtype) -> str:  # type: ignore[misc]  # pydantic takes it so
+    # pydantic takes it so
+    def serialize_torch_dtype(dtype: torch.dtype) -> str:  # type: ignore[misc]
         return str(dtype)
 
 
@@ -103,7 +123,8 @@ class OffloadDeviceEnum(str, Enum):  # noqa: UP042 - its str() is DeepSpeed's
 class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     """The block `offload_param`."""
 
-    device: OffloadDeviceEnum = "none"  # type: ignore[assignment]  # as DeepSpeed, so that it stays a plain string
+    # as DeepSpeed, so that it stays a plain string
+    device: OffloadDeviceEnum = "none"  # type: ignore[assignment]
     nvme_path: Path | None = None
     buffer_count: int = Field(5, ge=0)
     buffer_size: int = Field(pp_int(1e8), ge=0)
@@ -112,7 +133,9 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
-    """The block `offload_optimizer`. Its attribute `pipeline` is whether reads or writes are pipelined."""
+    """The block `offload_optimizer`. Its attribute `pipeline` is whether reads or
+    writes are pipelined.
+    """
 
     device: OffloadDeviceEnum = "none"  # type: ignore[assignment]
     nvme_path: Path | None = None
@@ -165,7 +188,9 @@ LEAF_CLASSES = [
 
 
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
-    """The block `leaf_module`. A name stands for a list of one; each list holds a name once."""
+    """The block `leaf_module`. A name stands for a list of one; each list holds a name
+    once.
+    """
 
     classes: list[str] = Field(default_factory=lambda: [*LEAF_CLASSES])
     names: list[str] = Field(default_factory=list)
@@ -178,7 +203,9 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
             return {}
         if not isinstance(values, dict):
             raise TypeError("leaf_module configuration must be a mapping of fields to values")
-        return {k: [x] if isinstance(x, str) and k in cls.model_fields else x for k, x in values.items()}
+        return {
+            k: [x] if isinstance(x, str) and k in cls.model_fields else x for k, x in values.items()
+        }
 
     @model_validator(mode="after")
     def _without_repeats(self) -> Self:
@@ -214,10 +241,15 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     sub_group_size: int = Field(pp_int(1e9), ge=0)
     cpu_offload_param: bool | None = Field(
         None,
-        json_schema_extra=_deprecated(new_param="offload_param", new_param_fn=_on_cpu(DeepSpeedZeroOffloadParamConfig)),
+        json_schema_extra=_deprecated(
+            new_param="offload_param", new_param_fn=_on_cpu(DeepSpeedZeroOffloadParamConfig)
+        ),
     )
     cpu_offload_use_pin_memory: bool | None = Field(
-        None, json_schema_extra=_deprecated(new_param="offload_param or offload_optimizer", set_new_param=False)
+        None,
+        json_schema_extra=_deprecated(
+            new_param="offload_param or offload_optimizer", set_new_param=False
+        ),
     )
     cpu_offload: bool | None = Field(
         None,
@@ -226,15 +258,23 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         ),
     )
     prefetch_bucket_size: int = Field(pp_int(5e7), ge=0, alias="stage3_prefetch_bucket_size")
-    param_persistence_threshold: int = Field(pp_int(1e5), ge=0, alias="stage3_param_persistence_threshold")
+    param_persistence_threshold: int = Field(
+        pp_int(1e5), ge=0, alias="stage3_param_persistence_threshold"
+    )
     model_persistence_threshold: int = Field(
         pp_int(sys.maxsize, "sys.maxsize"), ge=0, alias="stage3_model_persistence_threshold"
     )
     max_live_parameters: int = Field(pp_int(1e9), ge=0, alias="stage3_max_live_parameters")
     max_reuse_distance: int = Field(pp_int(1e9), ge=0, alias="stage3_max_reuse_distance")
-    gather_16bit_weights_on_model_save: bool = Field(False, alias="stage3_gather_16bit_weights_on_model_save")
-    module_granularity_threshold: int = Field(pp_int(0), alias="stage3_module_granularity_threshold")
-    use_all_reduce_for_fetch_params: bool = Field(False, alias="stage3_use_all_reduce_for_fetch_params")
+    gather_16bit_weights_on_model_save: bool = Field(
+        False, alias="stage3_gather_16bit_weights_on_model_save"
+    )
+    module_granularity_threshold: int = Field(
+        pp_int(0), alias="stage3_module_granularity_threshold"
+    )
+    use_all_reduce_for_fetch_params: bool = Field(
+        False, alias="stage3_use_all_reduce_for_fetch_params"
+    )
     allgather_sequential: bool = Field(False, alias="stage3_allgather_sequential")
     stage3_gather_fp16_weights_on_model_save: bool = Field(
         False, json_schema_extra=_deprecated(new_param="gather_16bit_weights_on_model_save")
@@ -255,7 +295,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     log_trace_cache_warnings: bool = False
     enable_sanity_checks: bool = False
     save_muon_momentum_buffer_in_memory: bool = False
-    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(default_factory=DeepSpeedZeroLeafModuleConfig)
+    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(
+        default_factory=DeepSpeedZeroLeafModuleConfig
+    )
 
     @model_validator(mode="after")
     def overlap_comm_valid(self) -> Self:
@@ -266,7 +308,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     @model_validator(mode="after")
     def offload_ratio_check(self) -> Self:
         if self.offload_optimizer is not None and self.offload_optimizer.ratio < 1:
-            assert self.stage == ZeroStageEnum.weights, "Partial offloading only supported for ZeRO Stage 3."
+            assert self.stage == ZeroStageEnum.weights, (
+                "Partial offloading only supported for ZeRO Stage 3."
+            )
         return self
 
     @model_validator(mode="after")
@@ -279,11 +323,17 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
 
 
 def zero_block(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    """The block `zero_optimization` of a configuration. The oldest form is a bool: stage 1 or none."""
+    """The block `zero_optimization` of a configuration. The oldest form is a bool:
+    stage 1 or none.
+    """
     block = param_dict.get("zero_optimization", {})
     if isinstance(block, bool):
         logging.getLogger("fzero").warning(
             'zero_optimization: a bool is an old form; write {"stage": 1} for true, and {"stage": 0} for false'
         )
-        block = {"stage": 1, "allgather_bucket_size": param_dict.get("allgather_size", 5e8)} if block else {"stage": 0}
+        block = (
+            {"stage": 1, "allgather_bucket_size": param_dict.get("allgather_size", 5e8)}
+            if block
+            else {"stage": 0}
+        )
     return DeepSpeedZeroConfig(**block)

@@ -1,4 +1,6 @@
-"""The types of a configuration's values: numbers, dtypes, and blocks of keys. They are checked when they are read."""
+"""The types of a configuration's values: numbers, dtypes, and blocks of keys. They are
+checked when they are read.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,17 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 
-class ConfigError(ValueError, AssertionError):  # DeepSpeed asserts much of this, and its scripts catch that
-    """The error for a configuration that fzero does not run; its message names the field, the rule, the value and the fix."""
+# DeepSpeed asserts much of this, and its scripts catch that
+class ConfigError(ValueError, AssertionError):
+    """The error for a configuration that fzero does not run; its message names the
+    field, the rule, the value and the fix.
+    """
 
 
 def number(value: object) -> object:
-    """An integral float as an int, also one in a string ("5e8"), anything else unchanged; raises a ValueError for a bool."""
+    """An integral float as an int, also one in a string ("5e8"), anything else
+    unchanged; raises a ValueError for a bool.
+    """
     if isinstance(value, bool):
         raise ValueError("must be a number")
     if isinstance(value, str) and "e" in value.lower():  # YAML reads 5e8 as a string
@@ -49,7 +56,9 @@ def only(holds: Callable[[Any], bool], rule: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Count = Annotated[int, BeforeValidator(number), only(lambda value: value >= 1, "must be at least 1")]
+Count = Annotated[
+    int, BeforeValidator(number), only(lambda value: value >= 1, "must be at least 1")
+]
 """A positive integer; an integral float such as 5e8 is one."""
 Elements = Annotated[int, BeforeValidator(number), Field(ge=0)]
 """A number of elements, 0 included."""
@@ -65,7 +74,9 @@ FolderOrFile = Annotated[
 
 
 def off_at(*off: int) -> BeforeValidator:
-    """A validator that reads the numbers `off`, with which DeepSpeed switches a key off, as None."""
+    """A validator that reads the numbers `off`, with which DeepSpeed switches a key
+    off, as None.
+    """
     return BeforeValidator(lambda value: None if number(value) in off else value)
 
 
@@ -74,8 +85,9 @@ class PerRank:
 
 
 PER_RANK = PerRank()
-"""In the type of a field: the key, or every key of the block, changes no number and no collective, so that ranks need not have
-the same value (a script prints, measures or writes logs on rank 0)."""
+"""In the type of a field: the key, or every key of the block, changes no number and no
+collective, so that ranks need not have the same value (a script prints, measures or
+writes logs on rank 0)."""
 
 
 LOWER = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
@@ -83,16 +95,24 @@ LOWER = BeforeValidator(lambda value: value.lower() if isinstance(value, str) el
 
 
 class Block(BaseModel):
-    """An object of the configuration: frozen, without unknown keys; docstrings of its fields are their descriptions."""
+    """An object of the configuration: frozen, without unknown keys; docstrings of its
+    fields are their descriptions.
+    """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        populate_by_name=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
     @model_validator(mode="before")
     @classmethod
     def _leave_out_auto(cls, data: Any) -> Any:
-        """Drops values `"auto"`, which a program is to fill in; unknown keys are kept, to be refused."""
+        """Drops values `"auto"`, which a program is to fill in; unknown keys are kept,
+        to be refused.
+        """
         if not isinstance(data, Mapping):
             return data
         known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
@@ -100,7 +120,8 @@ class Block(BaseModel):
 
 
 def compared(block: Block) -> dict[str, str]:
-    """The values that must be the same on all ranks, as text, by dotted name: all but those marked `PER_RANK`.
+    """The values that must be the same on all ranks, as text, by dotted name: all but
+    those marked `PER_RANK`.
 
     >>> class Logs(Block):
     ...     folder: Annotated[str, PER_RANK] = "logs"
@@ -125,7 +146,9 @@ def _dotted(values: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A block that few configurations have: its module, in this room, is loaded when one does."""
+    """A block that few configurations have: its module, in this room, is loaded when
+    one does.
+    """
 
     module: str
     name: str
@@ -155,14 +178,26 @@ def later(module: str, name: str) -> Any:
 
 
 def block_of(annotation: Any) -> type[Block] | None:
-    """The block that a field holds, always or when it is not null; None for any other field.
+    """The block that a field holds, always or when it is not null; None for any other
+    field.
 
-    >>> block_of(Block | None).__name__, block_of(int), block_of(later("zero", "LoCo") | None).__name__
+    >>> (
+    ...     block_of(Block | None).__name__,
+    ...     block_of(int),
+    ...     block_of(later("zero", "LoCo") | None).__name__,
+    ... )
     ('Block', None, 'LoCo')
     """
     kinds = [annotation, *get_args(annotation)]
-    kinds += [mark.load() for kind in kinds for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, Later)]
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Block)), None)
+    kinds += [
+        mark.load()
+        for kind in kinds
+        for mark in getattr(kind, "__metadata__", ())
+        if isinstance(mark, Later)
+    ]
+    return next(
+        (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Block)), None
+    )
 
 
 def names_in(block: type[Block], prefix: str = "") -> Iterator[str]:
@@ -173,7 +208,13 @@ def names_in(block: type[Block], prefix: str = "") -> Iterator[str]:
             yield from names_in(inner, f"{prefix}{name}.")
 
 
-_DTYPES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_DTYPES = {
+    "float": "float32",
+    "half": "float16",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+}
 
 
 def _dtype(value: object) -> object:
@@ -182,12 +223,19 @@ def _dtype(value: object) -> object:
 
 
 Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_dtype)]
-"""A dtype by torch's name, with or without `torch.`, or DeepSpeed's (`fp32`, `fp16`, `bf16`, `half`, `float`)."""
+"""A dtype by torch's name, with or without `torch.`, or DeepSpeed's (`fp32`, `fp16`,
+`bf16`, `half`, `float`).
+"""
 
 
 def problems_of(error: ValidationError, *within: str) -> list[str]:
-    """A line for each wrong value: its dotted name, which begins with `within`, the message, and the value."""
-    lines = ((".".join([*within, *map(str, e["loc"])]), message_of(e), e["input"]) for e in error.errors())
+    """A line for each wrong value: its dotted name, which begins with `within`, the
+    message, and the value.
+    """
+    lines = (
+        (".".join([*within, *map(str, e["loc"])]), message_of(e), e["input"])
+        for e in error.errors()
+    )
     return [f"{name}: {message}, got {value!r}" for name, message, value in lines]
 
 
@@ -199,4 +247,9 @@ def message_of(detail: ErrorDetails) -> str:
         return "must be an object"
     if detail["type"] == "extra_forbidden":
         return "unknown key"
-    return " ".join(detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").split("\n"))
+    return " ".join(
+        detail["msg"]
+        .removeprefix("Value error, ")
+        .replace("Input should be", "must be")
+        .split("\n")
+    )

@@ -1,4 +1,6 @@
-"""`OptimizerBlock`: the base of the optimizers of a configuration, and AdamW, the default. The others are in `optimizers`."""
+"""`OptimizerBlock`: the base of the optimizers of a configuration, and AdamW, the
+default. The others are in `optimizers`.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,14 @@ class AdamWParams(MomentParams):
 
 
 class OptimizerBlock(Block):
-    """The base of all optimizers: a name, hyper-parameters, and the transform that they make."""
+    """The base of all optimizers: a name, hyper-parameters, and the transform that they
+    make.
+    """
 
     is_made_before_trace: ClassVar[bool] = False
-    """Whether its transform is made before a trace: it may check the rate or try a step, and a trace has no numbers."""
+    """Whether its transform is made before a trace: it may check the rate or try a
+    step, and a trace has no numbers.
+    """
 
     type: str
     params: Any
@@ -53,7 +59,9 @@ class OptimizerBlock(Block):
         return True
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
-        """The update rule of a parameter, where the optimizer has several; each rule has flat buffers of its own."""
+        """The update rule of a parameter, where the optimizer has several; each rule
+        has flat buffers of its own.
+        """
         return ""
 
     def transform(
@@ -67,9 +75,11 @@ class OptimizerBlock(Block):
         """The transform of a flat buffer, whose parameters have one update rule.
 
         Args:
-            lr: replaces the configured one, unless None. A 0-d tensor may change between updates.
+            lr: replaces the configured one, unless None. A 0-d tensor may change
+                between updates.
             momentum: replaces the first beta, likewise.
-            contents: the parameters in the flat tensor, for optimizers that look at full parameters; others do not need it.
+            contents: the parameters in the flat tensor, for optimizers that look at
+                full parameters; others do not need it.
             kind: the update rule, see `kind_of`.
         """
         values = self.params.model_dump()
@@ -78,16 +88,21 @@ class OptimizerBlock(Block):
         if momentum is not None:
             values["betas"] = (momentum, values["betas"][1])
         self._check(kind, contents)
-        return self._make(values if self.is_elementwise(kind) else {**values, "contents": contents}, kind)
+        return self._make(
+            values if self.is_elementwise(kind) else {**values, "contents": contents}, kind
+        )
 
     def _check(self, kind: str, contents: ShardContents | None) -> None:
         if contents is None and not self.is_elementwise(kind):
             raise ValueError(
-                f"{self.type}: looks at full parameters, so that its transform needs contents, got None; pass them"
+                f"{self.type}: looks at full parameters, so that its transform needs contents, got "
+                f"None; pass them"
             )
 
     def _make(self, values: dict[str, Any], kind: str) -> Transform:
-        """The transform of these hyper-parameters: by default the one that has the optimizer's name."""
+        """The transform of these hyper-parameters: by default the one that has the
+        optimizer's name.
+        """
         made: Transform = getattr(optim, self.type.lower())(**values)
         return made
 
@@ -100,16 +115,24 @@ class AdamW(OptimizerBlock):
         return optim.adamw(**{key: value for key, value in values.items() if key != "adam_w_mode"})
 
 
-def with_overrides(optimizer: OptimizerBlock, overrides: Mapping[str, Any], field: str) -> OptimizerBlock:
-    """The optimizer with other hyper-parameters, checked like those of the configuration.
+def with_overrides(
+    optimizer: OptimizerBlock, overrides: Mapping[str, Any], field: str
+) -> OptimizerBlock:
+    """The optimizer with other hyper-parameters, checked like those of the
+    configuration.
 
     Raises:
-        ConfigError: a hyper-parameter that the optimizer does not have, or a wrong value; begins with `field`.
+        ConfigError: a hyper-parameter that the optimizer does not have, or a wrong
+            value; begins with `field`.
     """
     kind = type(optimizer.params)
     try:
         params = kind.model_validate({**optimizer.params.model_dump(), **overrides})
-        return type(optimizer).model_validate({"type": optimizer.type, "params": params.model_dump()})
+        return type(optimizer).model_validate(
+            {"type": optimizer.type, "params": params.model_dump()}
+        )
     except ValidationError as error:
         known = ", ".join(kind.model_fields)
-        raise ConfigError("\n".join(problems_of(error, field)) + f"; {optimizer.type} has: {known}") from None
+        raise ConfigError(
+            "\n".join(problems_of(error, field)) + f"; {optimizer.type} has: {known}"
+        ) from None

@@ -1,4 +1,6 @@
-"""The optimizers of a configuration: their names, their hyper-parameters, and the transforms that they make."""
+"""The optimizers of a configuration: their names, their hyper-parameters, and the
+transforms that they make.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from pydantic import BeforeValidator, ConfigDict, Field, create_model, model_val
 
 import fzero.optim as optim
 from fzero.config.fields import Beta, Block, Count, Number, Rate
-from fzero.config.optimizer_block import AdamW as AdamW, MomentParams, OptimizerBlock as OptimizerBlock
+from fzero.config.optimizer_block import (
+    AdamW as AdamW,
+    MomentParams,
+    OptimizerBlock as OptimizerBlock,
+)
 from fzero.optim.torch_classes import classes, find
 
 if TYPE_CHECKING:
@@ -39,7 +45,8 @@ class SGDParams(Block):
     def _nesterov(self) -> Self:
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ValueError(
-                f"nesterov needs momentum > 0 and dampening = 0, got {self.momentum} and {self.dampening}; change these"
+                f"nesterov needs momentum > 0 and dampening = 0, got {self.momentum} and "
+                f"{self.dampening}; change these"
             )
         return self
 
@@ -74,7 +81,8 @@ class LambParams(MomentParams):
     def _in_order(self) -> Self:
         if self.min_coeff > self.max_coeff:
             raise ValueError(
-                f"min_coeff must be at most max_coeff, got {self.min_coeff} > {self.max_coeff}; exchange them"
+                f"min_coeff must be at most max_coeff, got {self.min_coeff} > {self.max_coeff}; "
+                f"exchange them"
             )
         return self
 
@@ -85,14 +93,18 @@ class AdafactorParams(Block):
     lr: Rate = 1e-2
     beta2_decay: Annotated[Number, Field(le=0)] = -0.8
     eps: tuple[Rate | None, Rate] = (None, 1e-3)
-    """Lower bounds of the second moment's root (None is the dtype's precision) and of the parameter's root mean square."""
+    """Lower bounds of the second moment's root (None is the dtype's precision) and of
+    the parameter's root mean square.
+    """
     d: Annotated[Number, Field(ge=1)] = 1.0
     """Directions with a larger root mean square are scaled down to this one."""
     weight_decay: Rate = 0.0
 
 
 class MuonParams(Block):
-    """`optimizer.params` of Muon; names and defaults are DeepSpeed's. A schedule moves all three rates in proportion."""
+    """`optimizer.params` of Muon; names and defaults are DeepSpeed's. A schedule moves
+    all three rates in proportion.
+    """
 
     lr: Rate = 0.02
     muon_lr: Rate | None = None
@@ -102,8 +114,9 @@ class MuonParams(Block):
     """Decoupled weight decay of all parameters."""
     ns_steps: Count = 5
     ns_method: Literal["standard", "gram"] = "standard"
-    """The Newton-Schulz steps: on the matrix in bf16, as torch.optim.Muon; or on its product with itself in fp16 (fp32 on
-    the CPU), which is less work for long matrices. DeepSpeed's default is \"gram\"; the two differ in rounding only."""
+    """The Newton-Schulz steps: on the matrix in bf16, as torch.optim.Muon; or on its
+    product with itself in fp16 (fp32 on the CPU), which is less work for long matrices.
+    DeepSpeed's default is \"gram\"; the two differ in rounding only."""
     nesterov: bool = True
     adam_lr: Rate | None = None
     """The rate of all other parameters; None is lr. 3e-4 when neither is given."""
@@ -113,15 +126,17 @@ class MuonParams(Block):
     @model_validator(mode="before")
     @classmethod
     def _default_adam_lr(cls, data: Any) -> Any:
-        is_given = isinstance(data, Mapping) and any(data.get(key, "auto") != "auto" for key in ("lr", "adam_lr"))
+        is_given = isinstance(data, Mapping) and any(
+            data.get(key, "auto") != "auto" for key in ("lr", "adam_lr")
+        )
         return {**data, "adam_lr": 3e-4} if isinstance(data, Mapping) and not is_given else data
 
     @model_validator(mode="after")
     def _in_proportion(self) -> Self:
         if self.lr == 0 and (self.muon_lr or self.adam_lr):
             raise ValueError(
-                f"lr must not be 0 beside muon_lr or adam_lr, got {self.muon_lr} and {self.adam_lr}; give the lr that a "
-                f"schedule starts from"
+                f"lr must not be 0 beside muon_lr or adam_lr, got {self.muon_lr} and "
+                f"{self.adam_lr}; give the lr that a schedule starts from"
             )
         return self
 
@@ -176,12 +191,20 @@ class Muon(OptimizerBlock):
         return kind == "adam"
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
-        """Muon for matrices without embeddings and the output layer, Adam for the rest, as in DeepSpeed."""
-        return "muon" if len(shape) >= 2 and not any(x in name.lower() for x in ("embed", "lm_head")) else "adam"
+        """Muon for matrices without embeddings and the output layer, Adam for the rest,
+        as in DeepSpeed.
+        """
+        return (
+            "muon"
+            if len(shape) >= 2 and not any(x in name.lower() for x in ("embed", "lm_head"))
+            else "adam"
+        )
 
     def _check(self, kind: str, contents: ShardContents | None) -> None:
         if kind not in ("muon", "adam"):
-            raise ValueError(f"Muon: the kind of parameters must be 'muon' or 'adam', got {kind!r}; ask kind_of")
+            raise ValueError(
+                f"Muon: the kind of parameters must be 'muon' or 'adam', got {kind!r}; ask kind_of"
+            )
         super()._check(kind, contents)
 
     def _make(self, values: dict[str, Any], kind: str) -> Transform:
@@ -202,7 +225,9 @@ class _TorchParams(Block):
 
 
 class TorchOptimizer(OptimizerBlock):
-    """Any other `type` is a class of `torch.optim`, with its parameters; refused with the reason where it is not elementwise."""
+    """Any other `type` is a class of `torch.optim`, with its parameters; refused with
+    the reason where it is not elementwise.
+    """
 
     model_config = _NO_SOURCE
     is_made_before_trace: ClassVar[bool] = True
@@ -222,18 +247,24 @@ OPTIMIZERS: dict[str, type[OptimizerBlock]] = {
 
 
 def _torch_block(name: str, cls: type) -> type[TorchOptimizer]:
-    """The block of a class of `torch.optim`, made from its signature without the parameters that select a kernel."""
+    """The block of a class of `torch.optim`, made from its signature without the
+    parameters that select a kernel.
+    """
     fields: dict[str, Any] = {}
     for field, parameter in inspect.signature(cls).parameters.items():
         if field not in ("params", "foreach", "fused", "capturable", "differentiable"):
             default = parameter.default
             kind: Any = Number if isinstance(default, int | float) else Any
-            kind = {"lr": Rate, "betas": tuple[Beta, Beta]}.get(field, bool if isinstance(default, bool) else kind)
+            kind = {"lr": Rate, "betas": tuple[Beta, Beta]}.get(
+                field, bool if isinstance(default, bool) else kind
+            )
             fields[field] = (kind, default)
     about = f"`optimizer.params` of {name}."
     params: Any = create_model(f"{name}Params", __base__=_TorchParams, __doc__=about, **fields)
     literal: Any = Literal[name]
-    return create_model(name, __base__=TorchOptimizer, type=(literal, name), params=(params, params()))
+    return create_model(
+        name, __base__=TorchOptimizer, type=(literal, name), params=(params, params())
+    )
 
 
 TORCH_OPTIMIZERS: dict[str, type[TorchOptimizer]] = {
@@ -243,18 +274,29 @@ _BY_LOWER_NAME = {name.lower(): name for name in (*OPTIMIZERS, *TORCH_OPTIMIZERS
 
 
 def _optimizer_name(data: Any) -> Any:
-    """The block with the optimizer's name in the spelling used here: DeepSpeed ignores case."""
+    """The block with the optimizer's name in the spelling used here: DeepSpeed ignores
+    case.
+    """
     if not isinstance(data, Mapping):
         return data
     given = data.get("type", "AdamW")
     name = _BY_LOWER_NAME.get(str(given).lower())
     if name is None and str(given).lower() in NOT_YET_OPTIMIZERS:
-        raise ValueError(f"fzero knows DeepSpeed's {given!r} and does not honour it yet; use 'AdamW', 'Lamb' or 'Muon'")
+        raise ValueError(
+            f"fzero knows DeepSpeed's {given!r} and does not honour it yet; use 'AdamW', 'Lamb' or "
+            f"'Muon'"
+        )
     if name is None:
-        usable = {lower: name for lower, name in _BY_LOWER_NAME.items() if name in OPTIMIZERS or _works(name)}
+        usable = {
+            lower: name
+            for lower, name in _BY_LOWER_NAME.items()
+            if name in OPTIMIZERS or _works(name)
+        }
         nearest = difflib.get_close_matches(str(given).lower(), usable, n=1, cutoff=0.0)[0]
         known = f"{', '.join(OPTIMIZERS)} and elementwise classes of torch.optim"
-        raise ValueError(f"no optimizer is named {given!r}; did you mean {usable[nearest]!r}? (known: {known})")
+        raise ValueError(
+            f"no optimizer is named {given!r}; did you mean {usable[nearest]!r}? (known: {known})"
+        )
     return {**data, "type": name}
 
 
@@ -271,9 +313,15 @@ def _works(name: str) -> bool:
 
 
 def own_keys(source: Mapping[str, Any]) -> frozenset[str]:
-    """The dotted names of the hyper-parameters of the named optimizer, some of which no other optimizer honours."""
+    """The dotted names of the hyper-parameters of the named optimizer, some of which no
+    other optimizer honours.
+    """
     block = source.get("optimizer")
-    name = _BY_LOWER_NAME.get(str(block.get("type", "AdamW")).lower()) if isinstance(block, Mapping) else None
+    name = (
+        _BY_LOWER_NAME.get(str(block.get("type", "AdamW")).lower())
+        if isinstance(block, Mapping)
+        else None
+    )
     if name is None:
         return frozenset()
     params = {**OPTIMIZERS, **TORCH_OPTIMIZERS}[name].model_fields["params"].annotation

@@ -1,4 +1,6 @@
-"""The blocks of dtypes and of the loss scale: `fp16`, `bf16`, `torch_autocast` and `data_types`."""
+"""The blocks of dtypes and of the loss scale: `fp16`, `bf16`, `torch_autocast` and
+`data_types`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def _exponent(value: object) -> object:
 
 
 class FP16(Block):
-    """DeepSpeed key `fp16`: parameters in fp16 beside an fp32 master, and a scaled loss."""
+    """DeepSpeed key `fp16`: parameters in fp16 beside an fp32 master, and a scaled
+    loss.
+    """
 
     enabled: bool = False
     """Whether parameters, gradients and communication are fp16."""
@@ -41,10 +45,13 @@ class FP16(Block):
 
     def loss_scaling(self) -> LossScaling:
         return LossScaling(
-            initial=self.loss_scale or 2.0**self.initial_scale_power, dynamic=self.loss_scale == 0,
-            window=self.loss_scale_window, hysteresis=self.hysteresis, consecutive=self.consecutive_hysteresis,
+            initial=self.loss_scale or 2.0**self.initial_scale_power,
+            dynamic=self.loss_scale == 0,
+            window=self.loss_scale_window,
+            hysteresis=self.hysteresis,
+            consecutive=self.consecutive_hysteresis,
             minimum=self.min_loss_scale,
-        )  # fmt: skip
+        )
 
 
 class BF16(Block):
@@ -53,22 +60,27 @@ class BF16(Block):
     enabled: bool = False
     """Whether parameters, gradients and communication are bf16."""
     auto_cast: bool = False
-    """Whether the floating tensors of a batch are cast to bf16, too. fzero's own key."""
+    """Whether the floating tensors of a batch are cast to bf16, too. fzero's own key.
+    """
     check_grad_overflow: bool = True
-    """Whether a step whose gradient is not finite is skipped; false makes it an error."""
+    """Whether a step whose gradient is not finite is skipped; false makes it an error.
+    """
     bf16_master_weights_and_grads: bool = False
     """Whether the bf16 parameters are the master."""
     bf16_optimizer_states: bool = False
-    """Whether the optimizer state is bf16 as well; needs bf16 parameters as the master."""
+    """Whether the optimizer state is bf16 as well; needs bf16 parameters as the master.
+    """
     stochastic_rounding: bool = False
-    """Whether a bf16 master and its optimizer state are rounded stochastically, which keeps small updates on average.
-    fzero's own key."""
+    """Whether a bf16 master and its optimizer state are rounded stochastically, which
+    keeps small updates on average. fzero's own key."""
 
     @model_validator(mode="after")
     def _needs_a_bf16_master(self) -> Self:
         for key in ("bf16_optimizer_states", "stochastic_rounding"):
             if getattr(self, key) and not self.bf16_master_weights_and_grads:
-                raise ValueError(f"{key} needs bf16_master_weights_and_grads, got false; set it to true as well")
+                raise ValueError(
+                    f"{key} needs bf16_master_weights_and_grads, got false; set it to true as well"
+                )
         return self
 
 
@@ -82,12 +94,16 @@ class TorchAutocast(Block):
     lower_precision_safe_modules: tuple[str, ...] = (
         "torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"
     )  # fmt: skip
-    """Classes of modules whose own parameters are held, sent and gathered in the lower precision, beside a master."""
+    """Classes of modules whose own parameters are held, sent and gathered in the lower
+    precision, beside a master.
+    """
 
     @model_validator(mode="after")
     def _is_lower(self) -> Self:
         if self.enabled and self.dtype == "float32":
-            raise ValueError("dtype: must be 'bfloat16' or 'float16', got 'float32'; or set enabled to false")
+            raise ValueError(
+                "dtype: must be 'bfloat16' or 'float16', got 'float32'; or set enabled to false"
+            )
         for name in self.lower_precision_safe_modules:
             try:
                 find_class(name)
@@ -97,16 +113,26 @@ class TorchAutocast(Block):
 
 
 class DataTypes(Block):
-    """DeepSpeed key `data_types`, with dtypes that DeepSpeed has no key for. A value overrides those of `fp16` and `bf16`."""
+    """DeepSpeed key `data_types`, with dtypes that DeepSpeed has no key for. A value
+    overrides those of `fp16` and `bf16`.
+    """
 
     param_dtype: Dtype | None = None
-    """The dtype of all floating parameters; null is that of `fp16` or `bf16`, or each parameter's own."""
+    """The dtype of all floating parameters; null is that of `fp16` or `bf16`, or each
+    parameter's own.
+    """
     grad_accum_dtype: Dtype | None = None
-    """The dtype in which gradients are accumulated over micro-steps; null is that of the parameters."""
+    """The dtype in which gradients are accumulated over micro-steps; null is that of
+    the parameters.
+    """
     reduce_dtype: Dtype | None = None
-    """The dtype in which gradients are sent; null is `communication_data_type`, or that of the parameters. fzero's own key."""
+    """The dtype in which gradients are sent; null is `communication_data_type`, or that
+    of the parameters. fzero's own key.
+    """
     master_dtype: Dtype | None = None
-    """The dtype of the master; null is fp32 where parameters are cast, else their own. fzero's own key."""
+    """The dtype of the master; null is fp32 where parameters are cast, else their own.
+    fzero's own key.
+    """
     optimizer_dtype: Dtype | None = None
     """The dtype of the optimizer state; null is that of the master. fzero's own key."""
     buffer_dtype: Dtype | None = None

@@ -1,4 +1,6 @@
-"""The learning-rate schedules of a configuration: their names, their parameters, and the functions that they make."""
+"""The learning-rate schedules of a configuration: their names, their parameters, and
+the functions that they make.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, PlainValidator, Tag, TypeAdapter, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    PlainValidator,
+    Tag,
+    TypeAdapter,
+    model_validator,
+)
 
 import fzero.optim as optim
 from fzero.config.fields import Beta, Block, ConfigError, Count, Elements, Rate
@@ -28,7 +37,9 @@ Rates = Annotated[Any, PlainValidator(_rates)]
 
 
 def _one_beta(value: object) -> Any:
-    """The number, or the one number that a list repeats; an update has one first beta for all groups."""
+    """The number, or the one number that a list repeats; an update has one first beta
+    for all groups.
+    """
     if not isinstance(value, list | tuple):
         return value
     if len({*value}) != 1:
@@ -84,7 +95,9 @@ class LRRangeTestParams(Block):
 
 
 class OneCycleParams(Block):
-    """`scheduler.params` of OneCycle. Unlike DeepSpeed's, which sets Adam's second beta to 0.99, it does not change that."""
+    """`scheduler.params` of OneCycle. Unlike DeepSpeed's, which sets Adam's second beta
+    to 0.99, it does not change that.
+    """
 
     cycle_min_lr: Rates
     """A number, or a list with one for each parameter group."""
@@ -97,7 +110,9 @@ class OneCycleParams(Block):
     cycle_second_stair_count: Elements | None = None
     decay_step_size: Elements = 0
     cycle_momentum: bool = True
-    """Optimizers with betas: whether the first one goes from `cycle_max_mom` to `cycle_min_mom` and back."""
+    """Optimizers with betas: whether the first one goes from `cycle_max_mom` to
+    `cycle_min_mom` and back.
+    """
     cycle_min_mom: Betas = 0.8
     """A number, or a list with the same one for each parameter group."""
     cycle_max_mom: Betas = 0.9
@@ -107,28 +122,38 @@ class OneCycleParams(Block):
 
 
 class Scheduler(Block):
-    """The base of all schedulers: each has a `rate(lr)` by the number of updates, and some also a momentum."""
+    """The base of all schedulers: each has a `rate(lr)` by the number of updates, and
+    some also a momentum.
+    """
 
     params: Any
 
     def for_groups(self, num_groups: int) -> list[Self]:
-        """The scheduler of each parameter group: the same, but with the group's own value of a list.
+        """The scheduler of each parameter group: the same, but with the group's own
+        value of a list.
 
         Raises:
             ConfigError: a list has another length.
 
-        >>> both = WarmupLR.model_validate({"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}).for_groups(2)
+        >>> both = WarmupLR.model_validate(
+        ...     {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}
+        ... ).for_groups(2)
         >>> [one.rate(1.0)(1000) for one in both]
         [0.1, 0.2]
         """
-        lists = {key: value for key, value in self.listed().items() if isinstance(value, list | tuple)}
+        lists = {
+            key: value for key, value in self.listed().items() if isinstance(value, list | tuple)
+        }
         for key, value in lists.items():
             if len(value) != num_groups:
                 raise ConfigError(
-                    f"scheduler.params.{key}: must be a number, or have one for each of the {num_groups} parameter groups, got "
-                    f"{len(value)}; pass one number, or as many as there are groups"
+                    f"scheduler.params.{key}: must be a number, or have one for each of the "
+                    f"{num_groups} parameter groups, got {len(value)}; pass one number, or as many "
+                    f"as there are groups"
                 )
-        return [self.having({key: value[i] for key, value in lists.items()}) for i in range(num_groups)]
+        return [
+            self.having({key: value[i] for key, value in lists.items()}) for i in range(num_groups)
+        ]
 
     def listed(self) -> dict[str, Any]:
         """The parameters that may be lists, with a value for each group."""
@@ -136,7 +161,11 @@ class Scheduler(Block):
 
     def having(self, values: dict[str, Any]) -> Self:
         """The scheduler with other values of parameters."""
-        return self.model_copy(update={"params": self.params.model_copy(update=values)}) if values else self
+        return (
+            self.model_copy(update={"params": self.params.model_copy(update=values)})
+            if values
+            else self
+        )
 
     @abstractmethod
     def rate(self, lr: float) -> Schedule:
@@ -176,7 +205,9 @@ class WarmupCosineLR(Scheduler):
     params: WarmupCosineLRParams
 
     def rate(self, lr: float) -> Schedule:
-        return optim.lr_schedules.warmup_cosine_lr(lr, **self.params.model_dump(exclude={"last_batch_iteration"}))
+        return optim.lr_schedules.warmup_cosine_lr(
+            lr, **self.params.model_dump(exclude={"last_batch_iteration"})
+        )
 
 
 class LRRangeTest(Scheduler):
@@ -205,17 +236,27 @@ class OneCycle(Scheduler):
             return None
         return self._cycle(p.cycle_min_mom, p.cycle_max_mom, p.decay_mom_rate, inverse=True)
 
-    def _cycle(self, low: float, high: float, decay_rate: float, *, inverse: bool = False) -> Schedule:
+    def _cycle(
+        self, low: float, high: float, decay_rate: float, *, inverse: bool = False
+    ) -> Schedule:
         p = self.params
         return optim.lr_schedules.one_cycle(
-            low, high, first_step_size=p.cycle_first_step_size, second_step_size=p.cycle_second_step_size,
-            first_stair_count=p.cycle_first_stair_count, second_stair_count=p.cycle_second_stair_count,
-            decay_step_size=p.decay_step_size, decay_rate=decay_rate, inverse=inverse,
-        )  # fmt: skip
+            low,
+            high,
+            first_step_size=p.cycle_first_step_size,
+            second_step_size=p.cycle_second_step_size,
+            first_stair_count=p.cycle_first_stair_count,
+            second_stair_count=p.cycle_second_stair_count,
+            decay_step_size=p.decay_step_size,
+            decay_rate=decay_rate,
+            inverse=inverse,
+        )
 
 
 class TorchScheduler(Scheduler):
-    """Any other `type` is a class of `torch.optim.lr_scheduler`, stepped once after every update."""
+    """Any other `type` is a class of `torch.optim.lr_scheduler`, stepped once after
+    every update.
+    """
 
     type: str
     params: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
@@ -226,14 +267,18 @@ class TorchScheduler(Scheduler):
         if self.type not in known:
             nearest = difflib.get_close_matches(self.type, known, n=1, cutoff=0.0)[0]
             raise ValueError(
-                f"no scheduler is named {self.type!r}; did you mean {nearest!r}? (known: {', '.join(SCHEDULERS)} and the "
-                f"classes of torch.optim.lr_scheduler)"
+                f"no scheduler is named {self.type!r}; did you mean {nearest!r}? (known: "
+                f"{', '.join(SCHEDULERS)} and the classes of torch.optim.lr_scheduler)"
             )
         self.for_groups(len(next(iter(self.listed().values()), [0])))[0].rate(1.0)
         return self
 
     def listed(self) -> dict[str, Any]:
-        return {k: v for k, v in self.params.items() if k in ("base_lr", "max_lr") and isinstance(v, list)}
+        return {
+            k: v
+            for k, v in self.params.items()
+            if k in ("base_lr", "max_lr") and isinstance(v, list)
+        }
 
     def having(self, values: dict[str, Any]) -> Self:
         return self.model_copy(update={"params": self.params | values}) if values else self

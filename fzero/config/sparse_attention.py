@@ -1,4 +1,6 @@
-"""The block `sparse_attention`: from it the model's code makes a pattern, or DeepSpeed's `SparsityConfig`."""
+"""The block `sparse_attention`: from it the model's code makes a pattern, or
+DeepSpeed's `SparsityConfig`.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,28 @@ if TYPE_CHECKING:
 
 KEYS: dict[str, str] = {
     "dense": "",
-    "fixed": "different_layout_per_head num_local_blocks num_global_blocks attention horizontal_global_attention "
+    "fixed": "different_layout_per_head num_local_blocks num_global_blocks attention "
+    "horizontal_global_attention "
     "num_different_global_patterns",
-    "variable": "different_layout_per_head num_random_blocks local_window_blocks global_block_indices "
+    "variable": "different_layout_per_head num_random_blocks local_window_blocks "
+    "global_block_indices "
     "global_block_end_indices attention horizontal_global_attention",
-    "bigbird": "different_layout_per_head num_random_blocks num_sliding_window_blocks num_global_blocks",
-    "bslongformer": "different_layout_per_head num_sliding_window_blocks global_block_indices global_block_end_indices",
+    "bigbird": (
+        "different_layout_per_head num_random_blocks num_sliding_window_blocks num_global_blocks"
+    ),
+    "bslongformer": (
+        "different_layout_per_head num_sliding_window_blocks global_block_indices "
+        "global_block_end_indices"
+    ),
 }
 """The options that DeepSpeed reads in each mode, besides `block`."""
 
 
 class SparseAttention(Block):
-    """DeepSpeed key `sparse_attention`: the options of a layout. As in DeepSpeed, the model's code asks for them
-    (docs/attention.md); a model without sparse attention trains as without the block, with a warning. Options of other modes
-    than the given one have no effect, with a warning."""
+    """DeepSpeed key `sparse_attention`: the options of a layout. As in DeepSpeed, the
+    model's code asks for them (docs/attention.md); a model without sparse attention
+    trains as without the block, with a warning. Options of other modes than the given
+    one have no effect, with a warning."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = "fixed"
     """The pattern."""
@@ -38,9 +48,13 @@ class SparseAttention(Block):
     num_local_blocks: Count = 4
     """fixed: blocks of a window."""
     num_global_blocks: Elements = 1
-    """fixed: blocks of a window that every row attends to; bigbird: first blocks that are global."""
+    """fixed: blocks of a window that every row attends to; bigbird: first blocks that
+    are global.
+    """
     attention: Literal["bidirectional", "unidirectional"] = "bidirectional"
-    """fixed, variable: whether rows attend to later blocks. DeepSpeed reads it in these two modes only."""
+    """fixed, variable: whether rows attend to later blocks. DeepSpeed reads it in these
+    two modes only.
+    """
     horizontal_global_attention: bool = False
     """fixed, variable: whether the rows of global blocks attend to everything."""
     num_different_global_patterns: Count = 1
@@ -75,6 +89,8 @@ class SparseAttention(Block):
         return PATTERNS[self.mode](**self.options)
 
     def as_read(self) -> dict[str, Any]:
-        """The mode, the block and the mode's options, as DeepSpeed's reader returns them."""
+        """The mode, the block and the mode's options, as DeepSpeed's reader returns
+        them.
+        """
         options = {name: list(x) if isinstance(x, tuple) else x for name, x in self.options.items()}
         return {"mode": self.mode, "block": self.block, **options}

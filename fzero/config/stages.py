@@ -1,8 +1,10 @@
-"""The ZeRO stages as rows of a table: the specs of parameters, gradients and optimizer state.
+"""The ZeRO stages as rows of a table: the specs of parameters, gradients and optimizer
+state.
 
-A stage decides which of the three every rank holds in full, and which are sharded (ZeRO §5, figure 1). A step asks the
-row, never for the number of the stage; that is for DeepSpeed's names, files and tables. `tests/laws/test_stage_rows.py` adds a
-row between stages 2 and 3, and trains with it.
+A stage decides which of the three every rank holds in full, and which are sharded (ZeRO
+§5, figure 1). A step asks the row, never for the number of the stage; that is for
+DeepSpeed's names, files and tables. `tests/laws/test_stage_rows.py` adds a row between
+stages 2 and 3, and trains with it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ class StageSpecs(NamedTuple):
 
     Attributes:
         params, grads, optimizer: how each lies on the ranks.
-        gathers: how often sharded parameters are gathered: for each use of a unit in a forward or a backward, or once in a step.
+        gathers: how often sharded parameters are gathered: for each use of a unit in a
+            forward or a backward, or once in a step.
     """
 
     params: Spec
@@ -46,19 +49,22 @@ class StageSpecs(NamedTuple):
         return 3 if self.shards("params") else self.shards("optimizer") + self.shards("grads")
 
     def over(self, axes: tuple[str, ...]) -> StageSpecs:
-        """The row where gradients and optimizer state are sharded over `axes`, those of the finest shards.
+        """The row where gradients and optimizer state are sharded over `axes`, those of
+        the finest shards.
 
         >>> STAGES[3].over(("data", "node"))[:3]
         (Sharded('data'), Sharded('data', 'node'), Sharded('data', 'node'))
         """
         grads, optimizer = (
-            Sharded(*axes) if isinstance(spec, Sharded) else spec for spec in (self.grads, self.optimizer)
+            Sharded(*axes) if isinstance(spec, Sharded) else spec
+            for spec in (self.grads, self.optimizer)
         )
         return self._replace(grads=grads, optimizer=optimizer)
 
     @property
     def gathered(self) -> StageSpecs:
-        """The row of parameters that every rank holds: of small ones, and inside a step that gathers once.
+        """The row of parameters that every rank holds: of small ones, and inside a step
+        that gathers once.
 
         >>> STAGES[3].gathered == STAGES[2], STAGES["3 once"].gathered == STAGES[1]
         (True, True)
@@ -72,5 +78,7 @@ STAGES: dict[Stage, StageSpecs] = {
     2: StageSpecs(params=Replicated(), grads=Sharded(DATA), optimizer=Sharded(DATA)),
     3: StageSpecs(params=Sharded(DATA), grads=Sharded(DATA), optimizer=Sharded(DATA)),
     # Stage 3 in a pipeline: gradients are reduced once in a step, too.
-    "3 once": StageSpecs(params=Sharded(DATA), grads=Partial(DATA), optimizer=Sharded(DATA), gathers="once"),
+    "3 once": StageSpecs(
+        params=Sharded(DATA), grads=Partial(DATA), optimizer=Sharded(DATA), gathers="once"
+    ),
 }

@@ -1,4 +1,5 @@
-"""The table of one configuration: what each given key comes to. `fzero config FILE` prints it.
+"""The table of one configuration: what each given key comes to. `fzero config FILE`
+prints it.
 
 fzero config FILE              # the keys of the file, in its order
 fzero config FILE --defaults   # and those that it lacks
@@ -21,7 +22,13 @@ from fzero.config.fields import block_of
 from fzero.config.files import changed, read
 from fzero.config.unused_keys import Note
 
-_STYLES = {"given": None, "default": "dim", "no effect": "dim", "conflict": "red", "not yet": "magenta"}
+_STYLES = {
+    "given": None,
+    "default": "dim",
+    "no effect": "dim",
+    "conflict": "red",
+    "not yet": "magenta",
+}
 
 _STAND_INS = {"total_num_steps": 10**9, "cycle_min_lr": 0.0, "cycle_max_lr": 1e-3}
 """For parameters of a scheduler that are required, and that a program fills in."""
@@ -35,7 +42,8 @@ class ShownConfig:
 
     Attributes:
         given: the keys as they were given.
-        cfg: the configuration; it may have stand-ins for required values that are `"auto"`.
+        cfg: the configuration; it may have stand-ins for required values that are
+            `"auto"`.
     """
 
     given: Mapping[str, Any]
@@ -43,17 +51,26 @@ class ShownConfig:
 
     @classmethod
     def load(cls, source: Mapping[str, Any] | str | Path) -> ShownConfig:
-        """Reads a configuration as `Config.load` does, except that a required value may be `"auto"`."""
+        """Reads a configuration as `Config.load` does, except that a required value may
+        be `"auto"`.
+        """
         given = read(source) if isinstance(source, str | Path) else source
         scheduler = given.get("scheduler")
         params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
         found = params if isinstance(params, Mapping) else {}
         stand_ins = {key: value for key, value in _STAND_INS.items() if found.get(key) == "auto"}
-        return cls(given, Config.load(changed(given, {"scheduler": {"params": stand_ins}}) if stand_ins else given))
+        return cls(
+            given,
+            Config.load(
+                changed(given, {"scheduler": {"params": stand_ins}}) if stand_ins else given
+            ),
+        )
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """The notes of the keys without effect, and those of the keys that are `"auto"`."""
+        """The notes of the keys without effect, and those of the keys that are
+        `"auto"`.
+        """
         named = {note.key for note in self.cfg.notes}
         stand_ins = [
             Note(name, "auto", "auto", "required: the program that fills the file in must set it")
@@ -64,12 +81,18 @@ class ShownConfig:
 
     @property
     def conflicts(self) -> tuple[Note, ...]:
-        """The conflicts of the configuration that do not depend on a value that is `"auto"`."""
-        is_open = any(note.kind == "auto" and note.key.startswith("scheduler.params.") for note in self.notes)
+        """The conflicts of the configuration that do not depend on a value that is
+        `"auto"`.
+        """
+        is_open = any(
+            note.kind == "auto" and note.key.startswith("scheduler.params.") for note in self.notes
+        )
         return tuple(note for note in self.cfg.conflicts if not (is_open and note.key in _FOLLOW))
 
     def values(self) -> dict[str, Any]:
-        """Every honoured key with its value; a value that is to be filled in is `"auto"`."""
+        """Every honoured key with its value; a value that is to be filled in is
+        `"auto"`.
+        """
         autos = {_ALIASES.get(note.key, note.key) for note in self.notes if note.kind == "auto"}
         return {name: "auto" if name in autos else value for name, value, _ in values(self.cfg)}
 
@@ -114,7 +137,9 @@ class ShownConfig:
 
 
 def _leaves(source: Mapping[str, Any], notes: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of a configuration by dotted name; a block that a note describes is one key."""
+    """The keys of a configuration by dotted name; a block that a note describes is one
+    key.
+    """
     for key, value in source.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and name not in notes:
@@ -127,14 +152,18 @@ def _shown(raw: Any, value: Any) -> str:
     """A given value, and what it comes to where that is written differently."""
     now = list(value) if isinstance(value, tuple) else value
     if isinstance(raw, Mapping):
-        return str({key: "(hidden)" if key == "api_key" and inner else inner for key, inner in raw.items()})
+        return str(
+            {key: "(hidden)" if key == "api_key" and inner else inner for key, inner in raw.items()}
+        )
     if type(raw) in (int, float) and type(now) in (int, float) and raw == now:
         return str(now)
     return str(raw) if str(raw).lower() == str(now).lower() else f"{raw} → {now}"
 
 
 def _aliases(block: Any, prefix: str = "", own_prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(another spelling of a key, its own name), for the keys of a block and of the blocks in it."""
+    """(another spelling of a key, its own name), for the keys of a block and of the
+    blocks in it.
+    """
     for name, field in block.model_fields.items():
         for spelling in {name, field.alias or name}:
             yield f"{prefix}{spelling}", f"{own_prefix}{name}"

@@ -1,7 +1,9 @@
-"""`to_fsdp2`, `from_accelerate`, `from_fsdp2`: a configuration in the words of another library, where there is a translation.
+"""`to_fsdp2`, `from_accelerate`, `from_fsdp2`: a configuration in the words of another
+library, where there is a translation.
 
-A key without one is named: as a comment of the code that `to_fsdp2` writes, or in the notes beside a configuration. Where a
-result would train something else, the translation is refused.
+A key without one is named: as a comment of the code that `to_fsdp2` writes, or in the
+notes beside a configuration. Where a result would train something else, the translation
+is refused.
 """
 
 from __future__ import annotations
@@ -20,13 +22,20 @@ OPTIMIZERS = {
     "SGD": ("SGD", ("lr", "momentum", "weight_decay", "nesterov")),
     "Adagrad": ("Adagrad", ("lr", "eps", "weight_decay")),
 }
-"""The class of torch.optim for each optimizer, and its arguments of the same meaning."""
+"""The class of torch.optim for each optimizer, and its arguments of the same meaning.
+"""
 
 TRANSLATED = (
-    "zero_optimization.stage", "zero_optimization.offload_param.device", "zero_optimization.offload_param.pin_memory",
-    "bf16.enabled", "data_types.reduce_dtype", "gradient_clipping", "gradient_accumulation_steps", "optimizer.type",
+    "zero_optimization.stage",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.offload_param.pin_memory",
+    "bf16.enabled",
+    "data_types.reduce_dtype",
+    "gradient_clipping",
+    "gradient_accumulation_steps",
+    "optimizer.type",
     "activation_checkpointing.every",
-)  # fmt: skip
+)
 """The keys that `to_fsdp2` writes, beside the optimizer's."""
 
 CODE = '''"""FSDP2 for {source}, written by `fzero config --to fsdp2`."""
@@ -74,15 +83,19 @@ def to_fsdp2(shown: ShownConfig, source: str) -> str:
     cfg, now = shown.cfg, shown.values()
     if cfg.zero_optimization.stage not in (2, 3):
         raise ConfigError(
-            f"zero_optimization.stage: FSDP2 has stages 2 and 3, got {cfg.zero_optimization.stage}; use DistributedDataParallel "
-            f"(stage 0), with ZeroRedundancyOptimizer for stage 1"
+            f"zero_optimization.stage: FSDP2 has stages 2 and 3, got "
+            f"{cfg.zero_optimization.stage}; use DistributedDataParallel (stage 0), with "
+            f"ZeroRedundancyOptimizer for stage 1"
         )
     if cfg.scales_loss or cfg.precision.autocast:
-        raise ConfigError("fp16, torch_autocast: FSDP2 itself neither scales a loss nor casts operators; use bf16")
+        raise ConfigError(
+            "fp16, torch_autocast: FSDP2 itself neither scales a loss nor casts operators; use bf16"
+        )
     optimizer = str(now["optimizer.type"])
     if optimizer not in OPTIMIZERS:
         raise ConfigError(
-            f"optimizer.type: must be one of {', '.join(OPTIMIZERS)} for FSDP2, got {optimizer!r}; change it"
+            f"optimizer.type: must be one of {', '.join(OPTIMIZERS)} for FSDP2, got {optimizer!r}; "
+            f"change it"
         )
     name, arguments = OPTIMIZERS[optimizer]
     if optimizer == "Adam" and now.get("optimizer.params.adam_w_mode"):
@@ -100,10 +113,13 @@ def to_fsdp2(shown: ShownConfig, source: str) -> str:
         if key not in known and kind in ("given", "conflict", "not yet")
     ]
     if autos:
-        left.append(f"# left out, because only transformers' Trainer fills in auto: {', '.join(autos)}")
+        left.append(
+            f"# left out, because only transformers' Trainer fills in auto: {', '.join(autos)}"
+        )
     if every := cfg.activation_checkpointing.every:
         left.append(
-            f"# before prepare: wrap each {every}. block by torch's checkpoint_wrapper (activation_checkpointing.every)"
+            f"# before prepare: wrap each {every}. block by torch's checkpoint_wrapper "
+            f"(activation_checkpointing.every)"
         )
     offloads = cfg.zero_optimization.offload_param
     return CODE.format(
@@ -112,10 +128,14 @@ def to_fsdp2(shown: ShownConfig, source: str) -> str:
         policy=f"MixedPrecisionPolicy(param_dtype={DTYPES[param]}, reduce_dtype={DTYPES[reduce]})"
         if is_narrow
         else "MixedPrecisionPolicy()",
-        offload="OffloadPolicy()" if offloads is None else f"CPUOffloadPolicy(pin_memory={offloads.pin_memory})",
+        offload="OffloadPolicy()"
+        if offloads is None
+        else f"CPUOffloadPolicy(pin_memory={offloads.pin_memory})",
         reshards=cfg.zero_optimization.stage == 3,
         optimizer=name,
-        arguments="".join(f", {key}={value!r}" for key, value in given.items() if value not in (None, "auto")),
+        arguments="".join(
+            f", {key}={value!r}" for key, value in given.items() if value not in (None, "auto")
+        ),
         num_micro=cfg.gradient_accumulation_steps or 1,
         clipping="" if now["gradient_clipping"] in (None, 0, "auto") else clips,
     )
@@ -126,27 +146,49 @@ Translated = tuple[dict[str, Any], list[str]]
 
 _STRATEGIES = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0}
 _ABOUT_THE_MODULE = (
-    "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "use_orig_params",
-    "sync_module_states", "cpu_ram_efficient_loading", "state_dict_type", "backward_prefetch", "forward_prefetch",
-    "backward_prefetch_policy", "min_num_params", "limit_all_gathers",
-)  # fmt: skip
-"""Keys of FSDP that fzero needs nothing for: units are found, an order is learned, `init` fills a model on meta."""
+    "version",
+    "auto_wrap_policy",
+    "transformer_layer_cls_to_wrap",
+    "transformer_cls_names_to_wrap",
+    "use_orig_params",
+    "sync_module_states",
+    "cpu_ram_efficient_loading",
+    "state_dict_type",
+    "backward_prefetch",
+    "forward_prefetch",
+    "backward_prefetch_policy",
+    "min_num_params",
+    "limit_all_gathers",
+)
+"""Keys of FSDP that fzero needs nothing for: units are found, an order is learned,
+`init` fills a model on meta.
+"""
 
 
 def from_fsdp2(block: Mapping[str, Any]) -> Translated:
-    """A configuration from an `fsdp_config` of accelerate or transformers, or from all arguments of its Trainer.
+    """A configuration from an `fsdp_config` of accelerate or transformers, or from all
+    arguments of its Trainer.
 
     The keys may begin with `fsdp_`.
 
-    >>> from_fsdp2({"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": True})
+    >>> from_fsdp2(
+    ...     {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": True}
+    ... )
     ({'zero_optimization': {'stage': 3, 'offload_param': {'device': 'cpu'}, 'offload_optimizer': {'device': 'cpu'}}}, [])
     """
     inner = block.get("fsdp_config") or {}
-    found = {key.removeprefix("fsdp_"): value for key, value in {**block, **inner}.items() if key != "fsdp_config"}
+    found = {
+        key.removeprefix("fsdp_"): value
+        for key, value in {**block, **inner}.items()
+        if key != "fsdp_config"
+    }
     words = str(found.pop("fsdp", "")).upper().split()  # "full_shard offload auto_wrap"
     zero: dict[str, Any] = {"stage": 3}
     made: dict[str, Any] = {"zero_optimization": zero}
-    reshards, strategy = found.pop("reshard_after_forward", None), found.pop("sharding_strategy", None)
+    reshards, strategy = (
+        found.pop("reshard_after_forward", None),
+        found.pop("sharding_strategy", None),
+    )
     if strategy is None and reshards is None:
         strategy = next((word for word in words if word in (*_STRATEGIES, "HYBRID_SHARD")), None)
     named = strategy if strategy is not None else reshards if isinstance(reshards, str) else None
@@ -154,8 +196,9 @@ def from_fsdp2(block: Mapping[str, Any]) -> Translated:
         stage = _STRATEGIES.get(str(named).upper())
         if stage is None:
             raise ConfigError(
-                f"fsdp_sharding_strategy: must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, got {named!r}; for HYBRID_SHARD "
-                f"write FULL_SHARD, and pass mesh=Mesh.of(node=..., data=...) to make_train_step"
+                f"fsdp_sharding_strategy: must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, got "
+                f"{named!r}; for HYBRID_SHARD write FULL_SHARD, and pass mesh=Mesh.of(node=..., "
+                f"data=...) to make_train_step"
             )
         zero["stage"] = stage
     elif str(reshards).lower() == "false":
@@ -164,13 +207,21 @@ def from_fsdp2(block: Mapping[str, Any]) -> Translated:
         zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     if found.pop("activation_checkpointing", False):
         made["activation_checkpointing"] = {"every": 1}
-    return made, [f"{key} = {value!r}" for key, value in found.items() if key not in _ABOUT_THE_MODULE]
+    return made, [
+        f"{key} = {value!r}" for key, value in found.items() if key not in _ABOUT_THE_MODULE
+    ]
 
 
 def from_accelerate(given: Mapping[str, Any]) -> Translated:
     """A configuration from a file of `accelerate config`.
 
-    >>> from_accelerate({"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": {"zero_stage": 2}})
+    >>> from_accelerate(
+    ...     {
+    ...         "distributed_type": "DEEPSPEED",
+    ...         "mixed_precision": "bf16",
+    ...         "deepspeed_config": {"zero_stage": 2},
+    ...     }
+    ... )
     ({'zero_optimization': {'stage': 2}, 'bf16': {'enabled': True}}, [])
 
     Raises:
@@ -185,7 +236,8 @@ def from_accelerate(given: Mapping[str, Any]) -> Translated:
         made, left = {"zero_optimization": {"stage": 0}}, []
     else:
         raise ConfigError(
-            f"distributed_type: must be FSDP, DEEPSPEED, MULTI_GPU, MULTI_CPU or NO, got {kind!r}; change it"
+            f"distributed_type: must be FSDP, DEEPSPEED, MULTI_GPU, MULTI_CPU or NO, got {kind!r}; "
+            f"change it"
         )
     precision = str(given.get("mixed_precision", "no"))
     if precision in ("bf16", "fp16"):
@@ -202,19 +254,26 @@ def _from_plugin(block: Mapping[str, Any]) -> Translated:
     """The block `deepspeed_config` of accelerate."""
     if "deepspeed_config_file" in block:
         raise ConfigError(
-            f"deepspeed_config_file: {block['deepspeed_config_file']!r} is a configuration that fzero reads; pass that file"
+            f"deepspeed_config_file: {block['deepspeed_config_file']!r} is a configuration that "
+            f"fzero reads; pass that file"
         )
     found = dict(block)
     zero: dict[str, Any] = {"stage": int(found.pop("zero_stage", 2))}
     made: dict[str, Any] = {"zero_optimization": zero}
     for part in ("optimizer", "param"):
-        device, path = found.pop(f"offload_{part}_device", "none"), found.pop(f"offload_{part}_nvme_path", None)
+        device, path = (
+            found.pop(f"offload_{part}_device", "none"),
+            found.pop(f"offload_{part}_nvme_path", None),
+        )
         if device not in (None, "none"):
-            zero[f"offload_{part}"] = {"device": device} | ({"nvme_path": path} if device == "nvme" else {})
+            zero[f"offload_{part}"] = {"device": device} | (
+                {"nvme_path": path} if device == "nvme" else {}
+            )
     for key in ("gradient_accumulation_steps", "gradient_clipping"):
         if key in found:
             made[key] = found.pop(key)
     if "zero3_save_16bit_model" in found:
         zero["stage3_gather_16bit_weights_on_model_save"] = found.pop("zero3_save_16bit_model")
-    found.pop("zero3_init_flag", None)  # `init` fills a model on meta, and a state never needs a full copy
+    # `init` fills a model on meta, and a state never needs a full copy
+    found.pop("zero3_init_flag", None)
     return made, [f"{key} = {value!r}" for key, value in found.items()]

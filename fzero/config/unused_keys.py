@@ -1,7 +1,9 @@
-"""The keys of a configuration without effect, and those that are refused by their name alone.
+"""The keys of a configuration without effect, and those that are refused by their name
+alone.
 
-`split_keys` walks a configuration once, before the models check any value: keys without effect become notes, keys that cannot
-be honoured become problems, and the rest is kept for the models.
+`split_keys` walks a configuration once, before the models check any value: keys without
+effect become notes, keys that cannot be honoured become problems, and the rest is kept
+for the models.
 """
 
 from __future__ import annotations
@@ -27,12 +29,17 @@ from fzero.config.deepspeed_keys import (
 SAYS_NOT_YET = "fzero knows this DeepSpeed key and does not honour it yet"
 
 
-AUTO = "transformers' Trainer fills it in; elsewhere left to fzero: the default, or what follows from other keys"
+AUTO = (
+    "transformers' Trainer fills it in; elsewhere left to fzero: the default, or what "
+    "follows from other keys"
+)
 """The reason of a value that is `"auto"`."""
 
 
 class Note(NamedTuple):
-    """A key that was read and has no effect, alone or (`conflict`) beside the other keys."""
+    """A key that was read and has no effect, alone or (`conflict`) beside the other
+    keys.
+    """
 
     key: str
     value: Any
@@ -41,25 +48,38 @@ class Note(NamedTuple):
 
 
 class SplitKeys(NamedTuple):
-    """The keys for the models, notes of the keys without effect, and one line for each refused key."""
+    """The keys for the models, notes of the keys without effect, and one line for each
+    refused key.
+    """
 
     kept: dict[str, Any]
     notes: tuple[Note, ...]
     problems: tuple[str, ...]
 
 
-def split_keys(source: Mapping[str, Any], prefix: str = "", *, honoured: Collection[str] = frozenset()) -> SplitKeys:
-    """Splits a configuration into keys for the models, keys without effect, and keys that are refused by their name.
+def split_keys(
+    source: Mapping[str, Any], prefix: str = "", *, honoured: Collection[str] = frozenset()
+) -> SplitKeys:
+    """Splits a configuration into keys for the models, keys without effect, and keys
+    that are refused by their name.
 
     Args:
         source: the configuration, or a block of it.
         prefix: the dotted name of the block, with a dot at its end.
         honoured: dotted names that this configuration honours and others do not.
 
-    >>> found = split_keys({"steps_per_print": 10, "amp": {"enabled": True}, "gradient_clipping": 0.5})
-    >>> found.kept, [note.key for note in found.notes], [line.partition(":")[0] for line in found.problems]
+    >>> found = split_keys(
+    ...     {"steps_per_print": 10, "amp": {"enabled": True}, "gradient_clipping": 0.5}
+    ... )
+    >>> (
+    ...     found.kept,
+    ...     [note.key for note in found.notes],
+    ...     [line.partition(":")[0] for line in found.problems],
+    ... )
     ({'gradient_clipping': 0.5}, ['steps_per_print'], ['amp'])
-    >>> split_keys({"optimizer": {"params": {"amsgrad": True}}}, honoured={"optimizer.params.amsgrad"}).problems
+    >>> split_keys(
+    ...     {"optimizer": {"params": {"amsgrad": True}}}, honoured={"optimizer.params.amsgrad"}
+    ... ).problems
     ()
     """
     kept: dict[str, Any] = {}
@@ -70,7 +90,9 @@ def split_keys(source: Mapping[str, Any], prefix: str = "", *, honoured: Collect
         name = SPELLINGS.get(given, given)
         twin = INSTEAD.get(name, name).removeprefix(prefix)
         if twin != key and twin in source:
-            problems.append(f"{given}: stands beside {twin!r}, which is the same; remove one of them")
+            problems.append(
+                f"{given}: stands beside {twin!r}, which is the same; remove one of them"
+            )
         elif name in INSTEAD and value is True:
             kept[twin] = {"device": "cpu"}  # before DeepSpeed 0.4
         elif name in ACCEPTED:
@@ -86,7 +108,9 @@ def split_keys(source: Mapping[str, Any], prefix: str = "", *, honoured: Collect
         elif name in NOT_YET:
             problems += _unknown_inside(name, value)
             if is_off(name, value):
-                notes.append(Note(given, value, "off", "it switches off what fzero does not have yet"))
+                notes.append(
+                    Note(given, value, "off", "it switches off what fzero does not have yet")
+                )
             elif name in HARMLESS:
                 notes.append(Note(given, value, "not yet", HARMLESS[name]))
             else:
@@ -94,7 +118,9 @@ def split_keys(source: Mapping[str, Any], prefix: str = "", *, honoured: Collect
         elif name == "zero_optimization" and isinstance(value, bool):
             kept[name] = {"stage": int(value)}  # before DeepSpeed 0.3: true is stage 1
         elif isinstance(value, Mapping):
-            kept[key], inner_notes, inner_problems = split_keys(value, f"{given}.", honoured=honoured)
+            kept[key], inner_notes, inner_problems = split_keys(
+                value, f"{given}.", honoured=honoured
+            )
             notes += inner_notes
             problems += inner_problems
         else:
@@ -112,7 +138,9 @@ def is_off(name: str, value: Any) -> bool:
         words = {"true": True, "false": False}
         now = words.get(value.lower(), value) if isinstance(value, str) else value
         off = OFF.get(name, False)
-        return now is None or now == "auto" or (now in off if isinstance(off, tuple) else now == off)
+        return (
+            now is None or now == "auto" or (now in off if isinstance(off, tuple) else now == off)
+        )
     default = ("enabled", False) if "enabled" in children(name) else None
     switch = SWITCHES.get(name, default)
     if switch is None:
@@ -121,17 +149,26 @@ def is_off(name: str, value: Any) -> bool:
 
 
 def children(name: str) -> set[str]:
-    """The keys of one of DeepSpeed's blocks that fzero does not honour; those of the top level for an empty name."""
+    """The keys of one of DeepSpeed's blocks that fzero does not honour; those of the
+    top level for an empty name.
+    """
     start = f"{name}." if name else ""
-    return {known.removeprefix(start).partition(".")[0] for known in KNOWN if known.startswith(start)}
+    return {
+        known.removeprefix(start).partition(".")[0] for known in KNOWN if known.startswith(start)
+    }
 
 
 MOST_PLACES = 3
-"""A key of more blocks than this, such as `enabled`, does not show which block was meant."""
+"""A key of more blocks than this, such as `enabled`, does not show which block was
+meant.
+"""
 
 
-def unknown_key(location: str, honoured: Collection[str] = (), everywhere: Collection[str] = ()) -> str:
-    """The line for an unknown key: with the nearest name, or the blocks that have the key, or all names.
+def unknown_key(
+    location: str, honoured: Collection[str] = (), everywhere: Collection[str] = ()
+) -> str:
+    """The line for an unknown key: with the nearest name, or the blocks that have the
+    key, or all names.
 
     Args:
         honoured: the keys of its block that fzero honours.
@@ -148,7 +185,9 @@ def unknown_key(location: str, honoured: Collection[str] = (), everywhere: Colle
         or difflib.get_close_matches(key, known, n=1)
     )
     hint = (
-        f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"known here: {', '.join(honoured or known)}"
+        f"did you mean {' or '.join(map(repr, nearest))}?"
+        if nearest
+        else f"known here: {', '.join(honoured or known)}"
     )
     return f"{location}: unknown key; {hint}"
 
@@ -158,7 +197,10 @@ def _unknown_inside(name: str, value: Any) -> Iterator[str]:
     known = children(name)
     if not isinstance(value, Mapping):
         if name in INNER and not is_off(name, value) and name not in ACCEPTED:
-            yield f"{name}: must be an object, got {value!r}; its keys are {', '.join(sorted(known - {'*'}))}"
+            yield (
+                f"{name}: must be an object, got {value!r}; its keys are "
+                f"{', '.join(sorted(known - {'*'}))}"
+            )
         return
     for key, inner in value.items():
         if key in known:
@@ -191,5 +233,9 @@ _TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split(
 
 def _wrong_type(given: str, name: str, value: Any) -> Iterator[str]:
     kind = _TYPE_OF.get(name)
-    if kind and value != "auto" and not any(_FITS[part](value) for part in kind.replace(" or ", ", ").split(", ")):
+    if (
+        kind
+        and value != "auto"
+        and not any(_FITS[part](value) for part in kind.replace(" or ", ", ").split(", "))
+    ):
         yield f"{given}: must be {kind}, got {value!r}"

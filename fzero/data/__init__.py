@@ -1,7 +1,9 @@
-"""Data efficiency as functions of the step: difficulties, samplers, indices of metrics, dropped layers and dropped tokens.
+"""Data efficiency as functions of the step: difficulties, samplers, indices of metrics,
+dropped layers and dropped tokens.
 
-May import: common, sharding. Begin with `fzero.data.schedules`. Nothing here keeps a position: a schedule is a function of n, the
-number of updates so far, a sampler one of (seed, batch number), and random choices are made of a key (`fzero.data.keys`).
+May import: common, sharding. Begin with `fzero.data.schedules`. Nothing here keeps a
+position: a schedule is a function of n, the number of updates so far, a sampler one of
+(seed, batch number), and random choices are made of a key (`fzero.data.keys`).
 """
 
 from typing import TYPE_CHECKING

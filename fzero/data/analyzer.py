@@ -1,4 +1,6 @@
-"""`analyze`: numbers of every sample of a dataset, by workers that load and measure batches; `measure` is its stream."""
+"""`analyze`: numbers of every sample of a dataset, by workers that load and measure
+batches; `measure` is its stream.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def measure(
     """The number of samples of each batch, and what the functions give for it.
 
     Args:
-        functions: the functions of a collated batch; they run where the batch is loaded.
+        functions: the functions of a collated batch; they run where the batch is
+            loaded.
         indices: the samples, in this order.
         workers: processes that load and measure; 0 is this one.
         progress: `progress(done, of)` is called after each batch.
@@ -58,7 +61,9 @@ def measure(
     batches = [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
     measured = _Measured(tuple(functions), collate_fn or default_collate)
     done = 0
-    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=measured)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_sampler=batches, num_workers=workers, collate_fn=measured
+    )  # type: ignore[arg-type]
     for num, values in loader:
         done += num
         yield num, values
@@ -75,23 +80,32 @@ def analyze(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Metric]:
-    """The metrics of a dataset by name, for a `CurriculumSampler`; `fzero.data.write_metric` writes their files.
+    """The metrics of a dataset by name, for a `CurriculumSampler`;
+    `fzero.data.write_metric` writes their files.
 
     Args:
         functions: each gives, for a collated batch, one whole number per sample (B,).
         batch_size, workers, collate_fn, progress: see `measure`.
 
     Raises:
-        ValueError: the dataset is empty, or a function gives another number of values, or values that are not whole.
+        ValueError: the dataset is empty, or a function gives another number of values,
+            or values that are not whole.
 
-    >>> analyze([[1, 2], [3], []], {"length": lambda batch: [len(x) for x in batch]}, collate_fn=list)["length"].order.tolist()
+    >>> analyze(
+    ...     [[1, 2], [3], []], {"length": lambda batch: [len(x) for x in batch]}, collate_fn=list
+    ... )["length"].order.tolist()
     [2, 1, 0]
     """
     num = len(dataset)  # type: ignore[arg-type]
     if not num:
         raise ValueError("analyze: the dataset must have samples, and is empty; pass another")
     found: dict[str, list[Array]] = {name: [] for name in functions}
-    how: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "collate_fn": collate_fn, "progress": progress}
+    how: dict[str, Any] = {
+        "batch_size": batch_size,
+        "workers": workers,
+        "collate_fn": collate_fn,
+        "progress": progress,
+    }
     for size, values in measure(dataset, list(functions.values()), indices=range(num), **how):
         for name, own in zip(functions, values, strict=True):
             found[name].append(checked(name, own, size))
@@ -107,7 +121,7 @@ def checked(name: str, values: Array | None, size: int) -> Array:
     given = "None" if values is None else f"{values.dtype} of shape {values.shape}"
     if values is None or values.size != size or not np.issubdtype(values.dtype, np.integer):
         raise ValueError(
-            f"analyzer: metric {name!r} must give one whole number for each of the {size} samples of a batch, got {given}; "
-            f"return a tensor (batch,), rounded"
+            f"analyzer: metric {name!r} must give one whole number for each of the {size} samples "
+            f"of a batch, got {given}; return a tensor (batch,), rounded"
         )
     return values.reshape(-1)

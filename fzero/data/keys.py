@@ -1,7 +1,9 @@
-"""Random numbers from a key: a pure function of integers, with the same bits on every device, in eager and in captured code.
+"""Random numbers from a key: a pure function of integers, with the same bits on every
+device, in eager and in captured code.
 
-A key is a list of integers such as (seed, n, layer). Each is mixed into 32 bits by multiplications and shifts; products stay
-below 2^63, so that int64 tensors never overflow and the function needs no generator, no state and no agreement between ranks.
+A key is a list of integers such as (seed, n, layer). Each is mixed into 32 bits by
+multiplications and shifts; products stay below 2^63, so that int64 tensors never
+overflow and the function needs no generator, no state and no agreement between ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ _BITS = 0xFFFF_FFFF
 
 
 def mixed(x: Number) -> Number:
-    """32 random bits of the 32 lowest bits of an integer or of each element of an int64 tensor: a bijection.
+    """32 random bits of the 32 lowest bits of an integer or of each element of an int64
+    tensor: a bijection.
 
     >>> mixed(0), mixed(1), mixed(2)
     (0, 3979630085, 65356255)
@@ -28,7 +31,8 @@ def mixed(x: Number) -> Number:
 
 
 def key_of(*parts: int | Tensor) -> int | Tensor:
-    """32 bits of a list of integers, each of any size; a tensor if one of them is a 0-d int64 tensor.
+    """32 bits of a list of integers, each of any size; a tensor if one of them is a 0-d
+    int64 tensor.
 
     >>> key_of(1234, 0, 1) == key_of(1234, 1, 0)
     False

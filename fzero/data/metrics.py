@@ -1,4 +1,6 @@
-"""`Metric`: the samples of a dataset in ascending order of a number, and how many of them a difficulty admits."""
+"""`Metric`: the samples of a dataset in ascending order of a number, and how many of
+them a difficulty admits.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ Integers = NDArray[np.integer]
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """A metric of N samples. The arrays may be memory maps: a sampler reads the elements that it needs.
+    """A metric of N samples. The arrays may be memory maps: a sampler reads the
+    elements that it needs.
 
     Attributes:
-        order: the samples in ascending order of their values, equal values in the order of samples (N).
-        values: the distinct values, ascending (V); empty if only percentiles are asked for.
+        order: the samples in ascending order of their values, equal values in the order
+            of samples (N).
+        values: the distinct values, ascending (V); empty if only percentiles are asked
+            for.
         stops: the number of samples up to each value (V).
 
     >>> metric = Metric.of([5, 3, 5, 9])
@@ -51,7 +56,9 @@ class Metric:
         return int(self.stops[index - 1]) if index else 0
 
     def percentile(self, share: int, *, of: int) -> int:
-        """The number of samples in `share` of `of` equal parts, ⌊N / of⌋ · share; all of them where `share` is `of`."""
+        """The number of samples in `share` of `of` equal parts, ⌊N / of⌋ · share; all
+        of them where `share` is `of`.
+        """
         return self.num_samples if share >= of else max(0, self.num_samples // of * share)
 
     def of_each_sample(self) -> Integers:

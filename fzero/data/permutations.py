@@ -1,7 +1,9 @@
-"""`permuted`: a permutation of 0 … N−1 as a pure function of a key and a place, without memory of N elements.
+"""`permuted`: a permutation of 0 … N−1 as a pure function of a key and a place, without
+memory of N elements.
 
-A Feistel network of keyed rounds is a bijection of 2h bits; a result outside 0 … N−1 goes through it again (Black & Rogaway 2002,
-cycle walking), at most four times on average. So a sampler can begin at any place of an epoch of any size at once.
+A Feistel network of keyed rounds is a bijection of 2h bits; a result outside 0 … N−1
+goes through it again (Black & Rogaway 2002, cycle walking), at most four times on
+average. So a sampler can begin at any place of an epoch of any size at once.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _ROUNDS = 6
 
 
 def permuted(places: NDArray[np.integer], num: int, *key: int) -> NDArray[np.int64]:
-    """The elements at some places of a permutation of `range(num)`, which is a function of the key.
+    """The elements at some places of a permutation of `range(num)`, which is a function
+    of the key.
 
     >>> sorted(permuted(np.arange(10), 10, 1234, 0).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]

@@ -1,12 +1,16 @@
-"""`CurriculumSampler`: which samples are in which batch, as a pure function of (seed, number of the batch).
+"""`CurriculumSampler`: which samples are in which batch, as a pure function of (seed,
+number of the batch).
 
-1. The difficulty of every metric is a function of the batch's number. A *level* is a run of batches with equal difficulties.
+1. The difficulty of every metric is a function of the batch's number. A *level* is a
+  run of batches with equal difficulties.
 2. A sample is admitted at a level if every metric admits it.
-3. A level walks through permutations of its admitted samples, one for each epoch, which are functions of (seed, level, epoch). So
-   each admitted sample is taken equally often, newly admitted ones as often as others.
+3. A level walks through permutations of its admitted samples, one for each epoch, which
+   are functions of (seed, level, epoch). So each admitted sample is taken equally
+   often, newly admitted ones as often as others.
 
-The indices are those of the whole batch of all ranks, the same on all of them: a rank takes its part, and nothing is sent. A job
-resumes at any batch, on any number of ranks. Source: DeepSpeed's `DeepSpeedDataSampler`, whose draws follow a generator instead,
+The indices are those of the whole batch of all ranks, the same on all of them: a rank
+takes its part, and nothing is sent. A job resumes at any batch, on any number of ranks.
+Source: DeepSpeed's `DeepSpeedDataSampler`, whose draws follow a generator instead,
 which a resumed run begins anew.
 """
 
@@ -28,10 +32,12 @@ __all__ = ["Admission", "CurriculumSampler"]
 
 @dataclass(frozen=True)
 class Admission:
-    """One metric of a curriculum, and its difficulty as a function of the step, counted from 1.
+    """One metric of a curriculum, and its difficulty as a function of the step, counted
+    from 1.
 
     Attributes:
-        metric: None admits all samples; the difficulty is then for the batch's own transform.
+        metric: None admits all samples; the difficulty is then for the batch's own
+            transform.
         by: whether a difficulty is a value of the metric, or a share of the samples.
         most: the difficulty that is all samples, for shares.
     """
@@ -42,7 +48,9 @@ class Admission:
     most: int = 100
 
     def num_admitted(self, difficulty: int) -> int | None:
-        """The number of samples, the first ones in the metric's order; None is all of the dataset."""
+        """The number of samples, the first ones in the metric's order; None is all of
+        the dataset.
+        """
         if self.metric is None:
             return None
         if self.by == "value":
@@ -71,20 +79,27 @@ class CurriculumSampler:
     _levels: dict[int, tuple[int, Callable[[NDArray[np.int64]], Integers], int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """The level of the last batch, so that it is computed once: its first batch → (last batch known, samples, their number)."""
+    """The level of the last batch, so that it is computed once: its first batch → (last
+    batch known, samples, their number).
+    """
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
-            raise ValueError("CurriculumSampler: the dataset must have samples, and is empty; pass another")
+            raise ValueError(
+                "CurriculumSampler: the dataset must have samples, and is empty; pass another"
+            )
         for name, admission in self.admissions.items():
             if admission.metric is not None and admission.metric.num_samples != self.num_samples:
                 raise ValueError(
-                    f"CurriculumSampler: metric {name!r} must be of the dataset's {self.num_samples} samples, got one of "
-                    f"{admission.metric.num_samples}; analyze the dataset anew"
+                    f"CurriculumSampler: metric {name!r} must be of the dataset's "
+                    f"{self.num_samples} samples, got one of {admission.metric.num_samples}; "
+                    f"analyze the dataset anew"
                 )
 
     def difficulties(self, batch: int) -> dict[str, int]:
-        """The difficulty of each metric in a batch, which is counted from 0: DeepSpeed's curriculum step is one more."""
+        """The difficulty of each metric in a batch, which is counted from 0:
+        DeepSpeed's curriculum step is one more.
+        """
         return {name: admission.schedule(batch + 1) for name, admission in self.admissions.items()}
 
     def __call__(self, batch: int, *, size: int) -> NDArray[np.int64]:
@@ -95,7 +110,8 @@ class CurriculumSampler:
         """
         if batch < 0 or size < 1:
             raise ValueError(
-                f"CurriculumSampler: batch must be at least 0 and size at least 1, got {batch} and {size}; count from 0"
+                f"CurriculumSampler: batch must be at least 0 and size at least 1, got {batch} and "
+                f"{size}; count from 0"
             )
         start, samples, num = self._level(batch)
         places = np.arange(size, dtype=np.int64) + (batch - start) * size
@@ -106,7 +122,9 @@ class CurriculumSampler:
         return found
 
     def _level(self, batch: int) -> tuple[int, Callable[[NDArray[np.int64]], Integers], int]:
-        """The first batch of a batch's level, the function from places to its admitted samples, and their number."""
+        """The first batch of a batch's level, the function from places to its admitted
+        samples, and their number.
+        """
         for start, (stop, samples, num) in self._levels.items():
             if start <= batch <= stop + 1 and self.difficulties(batch) == self.difficulties(start):
                 self._levels[start] = max(stop, batch), samples, num
@@ -124,17 +142,27 @@ class CurriculumSampler:
             low, high = 0, batch
             while low < high:
                 middle = (low + high) // 2
-                low, high = (low, middle) if self.difficulties(middle) == now else (middle + 1, high)
+                low, high = (
+                    (low, middle) if self.difficulties(middle) == now else (middle + 1, high)
+                )
             return low
         while batch > 0 and self.difficulties(batch - 1) == now:
             batch -= 1
         return batch
 
-    def _admitted(self, difficulties: Mapping[str, int]) -> tuple[Callable[[NDArray[np.int64]], Integers], int]:
+    def _admitted(
+        self, difficulties: Mapping[str, int]
+    ) -> tuple[Callable[[NDArray[np.int64]], Integers], int]:
         """The function from places in 0 … num−1 to admitted samples, and num."""
-        counts = {name: self.admissions[name].num_admitted(now) for name, now in difficulties.items()}
+        counts = {
+            name: self.admissions[name].num_admitted(now) for name, now in difficulties.items()
+        }
         cut = {name: num for name, num in counts.items() if num is not None}
-        orders = {name: metric.order for name in cut if (metric := self.admissions[name].metric) is not None}
+        orders = {
+            name: metric.order
+            for name in cut
+            if (metric := self.admissions[name].metric) is not None
+        }
         if not cut:
             return lambda places: places, self.num_samples
         if len(cut) == 1:
@@ -149,7 +177,8 @@ class CurriculumSampler:
         if not num:
             shown = ", ".join(f"{name} {now}" for name, now in difficulties.items())
             raise ValueError(
-                f"CurriculumSampler: a difficulty must admit samples, and none is admitted by {shown}; raise min_difficulty"
+                f"CurriculumSampler: a difficulty must admit samples, and none is admitted by "
+                f"{shown}; raise min_difficulty"
             )
         return lambda places: order[places], num
 

@@ -1,7 +1,9 @@
-"""Difficulty schedules: functions of a step's number, without state (Li et al. 2022, arXiv:2212.03597; DeepSpeed's four kinds).
+"""Difficulty schedules: functions of a step's number, without state (Li et al. 2022,
+arXiv:2212.03597; DeepSpeed's four kinds).
 
-A schedule that is called with g gives the difficulty of step g. Which g belongs to an update differs by technique: with n updates
-so far a curriculum asks for g = n + 1, random layer-token dropping for g = n. The float64 operations are DeepSpeed's, in its
+A schedule that is called with g gives the difficulty of step g. Which g belongs to an
+update differs by technique: with n updates so far a curriculum asks for g = n + 1,
+random layer-token dropping for g = n. The float64 operations are DeepSpeed's, in its
 order, because another order moves a border by a step.
 """
 
@@ -13,12 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 Schedule = Callable[[int], int]
-"""From the number of a step to its difficulty; one of the schedules below, or a function of your own."""
+"""From the number of a step to its difficulty; one of the schedules below, or a
+function of your own.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """From `minimum` to `maximum` within `steps` steps, as a root of the step's number; see `fixed_root`."""
+    """From `minimum` to `maximum` within `steps` steps, as a root of the step's number;
+    see `fixed_root`.
+    """
 
     minimum: int
     maximum: int
@@ -30,18 +36,23 @@ class Root:
         for name in ("steps", "multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(
-                    f"schedule: {name} must be at least 1, got {getattr(self, name)}; pass a positive number"
+                    f"schedule: {name} must be at least 1, got {getattr(self, name)}; pass a "
+                    f"positive number"
                 )
         if self.minimum > self.maximum:
             raise ValueError(
-                f"schedule: minimum must not be above maximum, got {self.minimum} and {self.maximum}; swap them"
+                f"schedule: minimum must not be above maximum, got {self.minimum} and "
+                f"{self.maximum}; swap them"
             )
         if self.degree <= 0:
-            raise ValueError(f"schedule: degree must be above 0, got {self.degree}; 1 is linear, 2 a square root")
+            raise ValueError(
+                f"schedule: degree must be above 0, got {self.degree}; 1 is linear, 2 a square root"
+            )
 
     def __call__(self, g: int) -> int:
         value: int = math.floor(
-            (float(g) / self.steps) ** (1.0 / self.degree) * (self.maximum - self.minimum) + self.minimum
+            (float(g) / self.steps) ** (1.0 / self.degree) * (self.maximum - self.minimum)
+            + self.minimum
         )
         return min(value - value % self.multiple, self.maximum)
 
@@ -64,27 +75,34 @@ class Discrete:
     def __post_init__(self) -> None:
         if not self.last_steps or len(self.levels) != len(self.last_steps) + 1:
             raise ValueError(
-                f"schedule: there must be one value more than last steps, got {len(self.levels)} values and "
-                f"{len(self.last_steps)} steps; the last value has no end"
+                f"schedule: there must be one value more than last steps, got {len(self.levels)} "
+                f"values and {len(self.last_steps)} steps; the last value has no end"
             )
         if list(self.last_steps) != sorted(self.last_steps):
-            raise ValueError(f"schedule: last steps must ascend, got {list(self.last_steps)}; sort them")
+            raise ValueError(
+                f"schedule: last steps must ascend, got {list(self.last_steps)}; sort them"
+            )
 
     def __call__(self, g: int) -> int:
         return self.levels[bisect_left(self.last_steps, g)]
 
     def values(self, start: int = 1) -> list[int]:
         """The distinct values from step `start` on, in order of their first use."""
-        return list(dict.fromkeys(self(g) for g in (start, *(last + 1 for last in self.last_steps if last >= start))))
+        return list(
+            dict.fromkeys(
+                self(g) for g in (start, *(last + 1 for last in self.last_steps if last >= start))
+            )
+        )
 
 
 def fixed_root(minimum: int, maximum: int, *, steps: int, multiple: int, degree: float) -> Root:
     """A schedule that rises as a root of the step's number.
 
-    d(g) = ⌊(g / steps)^(1 / degree) · (maximum − minimum) + minimum⌋, rounded down to a multiple, at most `maximum`.
+    d(g) = ⌊(g / steps)^(1 / degree) · (maximum − minimum) + minimum⌋, rounded down to a
+    multiple, at most `maximum`.
 
-    A `minimum` that is no multiple is rounded down, too. A `maximum` that is no multiple is reached when the unrounded value
-    passes the next multiple.
+    A `minimum` that is no multiple is rounded down, too. A `maximum` that is no
+    multiple is reached when the unrounded value passes the next multiple.
 
     Args:
         steps: DeepSpeed's `total_curriculum_step`.
@@ -109,7 +127,8 @@ def fixed_linear(minimum: int, maximum: int, *, steps: int, multiple: int) -> Ro
 
 
 def fixed_discrete(values: Sequence[int], last_steps: Sequence[int]) -> Discrete:
-    """A schedule of listed values: the first i with g ≤ `last_steps[i]` gives `values[i]`, a later g the last value.
+    """A schedule of listed values: the first i with g ≤ `last_steps[i]` gives
+    `values[i]`, a later g the last value.
 
     >>> schedule = fixed_discrete([8, 16, 64], [3, 10])
     >>> [schedule(g) for g in (1, 3, 4, 10, 11)]
@@ -119,7 +138,8 @@ def fixed_discrete(values: Sequence[int], last_steps: Sequence[int]) -> Discrete
 
 
 def first_step(schedule: Schedule, value: int, after: int = 0) -> int:
-    """The first g ≥ `after` with a difficulty of at least `value`, of a schedule that never falls and reaches `value`.
+    """The first g ≥ `after` with a difficulty of at least `value`, of a schedule that
+    never falls and reaches `value`.
 
     >>> first_step(fixed_linear(8, 64, steps=10, multiple=8), 24)
     3
@@ -135,7 +155,8 @@ def first_step(schedule: Schedule, value: int, after: int = 0) -> int:
 
 
 def fewer_values(schedule: Root, most: int, start: int) -> Root:
-    """The schedule with a larger multiple, by powers of two, that has at most `most` values; `minimum` becomes a multiple, too.
+    """The schedule with a larger multiple, by powers of two, that has at most `most`
+    values; `minimum` becomes a multiple, too.
 
     >>> schedule = fixed_linear(128, 1024, steps=400, multiple=8)
     >>> len(schedule.values(0)), fewer_values(schedule, 8, 0).multiple

@@ -1,9 +1,10 @@
 """DeepSpeed's names for fzero's functions: `import fzero.deepspeed as deepspeed`.
 
-Thin modules in DeepSpeed's own layout, on top of `engine`, `formats`, `integrations`, `topology` and `estimators`, which have
-names of fzero's own. Modules that only pass names on are rows of `table`. All is imported at its first use. A name that is
-missing here has no counterpart in fzero. After `install()` a script's own `import deepspeed` gives this package
-(`fzero.deepspeed.alias`).
+Thin modules in DeepSpeed's own layout, on top of `engine`, `formats`, `integrations`,
+`topology` and `estimators`, which have names of fzero's own. Modules that only pass
+names on are rows of `table`. All is imported at its first use. A name that is missing
+here has no counterpart in fzero. After `install()` a script's own `import deepspeed`
+gives this package (`fzero.deepspeed.alias`).
 """
 
 from __future__ import annotations
@@ -62,7 +63,12 @@ if TYPE_CHECKING:
     from fzero.deepspeed.runtime.pipe.module import PipelineModule as PipelineModule
     from fzero.deepspeed.utils import OnDevice as OnDevice, log_dist as log_dist, logger as logger
 
-    DeepSpeedDataLoader, DeepSpeedEngine, DeepSpeedOptimizer, dist = ResumableLoader, Engine, WrappingOptimizer, comm
+    DeepSpeedDataLoader, DeepSpeedEngine, DeepSpeedOptimizer, dist = (
+        ResumableLoader,
+        Engine,
+        WrappingOptimizer,
+        comm,
+    )
 else:
     find, listed, __all__ = names_of("fzero.deepspeed", PACKAGE)
     __all__ = sorted([*__all__, *MODULES, "add_config_arguments", "version"])
@@ -75,8 +81,9 @@ else:
             return find(name)
         except AttributeError:
             raise AttributeError(
-                f"fzero.deepspeed has no {name!r}: fzero trains with ZeRO 0 to 3 and offload, and has no mixtures of experts, "
-                f"tensor parallelism or inference kernels; docs/deepspeed.md lists the names that it has"
+                f"fzero.deepspeed has no {name!r}: fzero trains with ZeRO 0 to 3 and offload, and "
+                f"has no mixtures of experts, tensor parallelism or inference kernels; "
+                f"docs/deepspeed.md lists the names that it has"
             ) from None
 
 
@@ -87,7 +94,9 @@ __git_hash__, __git_branch__ = "fzero", "fzero"
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Adds `--deepspeed`, `--deepspeed_config` and their old spelling to a command line."""
+    """Adds `--deepspeed`, `--deepspeed_config` and their old spelling to a command
+    line.
+    """
     group = parser.add_argument_group("DeepSpeed", "configuration of training")
     for name in ("deepspeed", "deepscale"):
         text = "for scripts that look at it; fzero does not" if name == "deepspeed" else SUPPRESS

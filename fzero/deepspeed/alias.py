@@ -1,10 +1,14 @@
-"""`fzero.deepspeed.install()`: from then on `import deepspeed` is fzero.deepspeed, here and in processes started from here.
+"""`fzero.deepspeed.install()`: from then on `import deepspeed` is fzero.deepspeed, here
+and in processes started from here.
 
-1. A finder stands before Python's own: `deepspeed.a.b` is the module `fzero.deepspeed.a.b`, the same object. Where fzero lacks
-   a module of DeepSpeed's, its names are those of fzero with the same origin in DeepSpeed, or stand-ins that raise when they are
-   used (`fzero.deepspeed.missing`). Modules and names that DeepSpeed does not have either raise as usual.
-2. The folder `alias_path` is on the module search path of this process and, by PYTHONPATH, of its children. There
-   `importlib.metadata` finds DeepSpeed's version, and children find a module `deepspeed` that calls `install`.
+1. A finder stands before Python's own: `deepspeed.a.b` is the module
+   `fzero.deepspeed.a.b`, the same object. Where fzero lacks a module of DeepSpeed's,
+   its names are those of fzero with the same origin in DeepSpeed, or stand-ins that
+   raise when they are used (`fzero.deepspeed.missing`). Modules and names that
+   DeepSpeed does not have either raise as usual.
+2. The folder `alias_path` is on the module search path of this process and, by
+   PYTHONPATH, of its children. There `importlib.metadata` finds DeepSpeed's version,
+   and children find a module `deepspeed` that calls `install`.
 3. The command `deepspeed` of that folder is first on the PATH.
 """
 
@@ -38,20 +42,25 @@ PYTHON = "FZERO_PYTHON"
 def own_modules() -> frozenset[str]:
     """The modules of DeepSpeed of which fzero has its own, `fzero.` before their names."""
     package = import_module(OWN)
-    found = {info.name.removeprefix("fzero.") for info in walk_packages(package.__path__, f"{OWN}.")}
+    found = {
+        info.name.removeprefix("fzero.") for info in walk_packages(package.__path__, f"{OWN}.")
+    }
     found |= {f"{ROOT}.{name}" for name in EXPORTS}
     return frozenset({ROOT} | {name for name in found if name in modules()})
 
 
 def find(module: str, name: str) -> Any:
-    """What `module.name` of DeepSpeed is here, where fzero's module of that name does not have it.
+    """What `module.name` of DeepSpeed is here, where fzero's module of that name does
+    not have it.
 
     Raises:
         AttributeError: DeepSpeed has no such name either.
     """
     where = origin(module, name)
     if where is None:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}, here or in DeepSpeed 0.19.6")
+        raise AttributeError(
+            f"module {module!r} has no attribute {name!r}, here or in DeepSpeed 0.19.6"
+        )
     if where.kind == "modules":
         return import_module(where.module)
     own = own_object(where, name)
@@ -59,14 +68,20 @@ def find(module: str, name: str) -> Any:
 
 
 def own_object(where: Definition, name: str) -> tuple[Any] | None:
-    """fzero's object of this origin in DeepSpeed, wherever fzero has it; None if it has none.
+    """fzero's object of this origin in DeepSpeed, wherever fzero has it; None if it has
+    none.
 
-    >>> own_object(Definition("deepspeed.runtime.zero.partition_parameters", "Init", "classes"), "Init")
+    >>> own_object(
+    ...     Definition("deepspeed.runtime.zero.partition_parameters", "Init", "classes"), "Init"
+    ... )
     (<class 'fzero.deepspeed.runtime.zero.partition_parameters.Init'>,)
     """
     for theirs in sorted(own_modules()):
         for given in dict.fromkeys((where.name, name)):
-            if origin(theirs, given) == where and (found := own_attribute(theirs, given)) is not None:
+            if (
+                origin(theirs, given) == where
+                and (found := own_attribute(theirs, given)) is not None
+            ):
                 return found
     return None
 
@@ -78,7 +93,9 @@ def own_attribute(theirs: str, name: str) -> tuple[Any] | None:
     module = import_module(f"fzero.{theirs}")
     if name in vars(module):
         return (vars(module)[name],)
-    getter = _before[module.__name__] if module.__name__ in _before else vars(module).get("__getattr__")
+    getter = (
+        _before[module.__name__] if module.__name__ in _before else vars(module).get("__getattr__")
+    )
     if getter is not None:
         with suppress(AttributeError):
             return (getter(name),)
@@ -95,7 +112,9 @@ def fall_back(module: ModuleType, theirs: str) -> None:
     _before[module.__name__] = before
 
     def __getattr__(name: str) -> Any:
-        error = AttributeError(f"module {theirs!r} has no attribute {name!r}, here or in DeepSpeed 0.19.6")
+        error = AttributeError(
+            f"module {theirs!r} has no attribute {name!r}, here or in DeepSpeed 0.19.6"
+        )
         if before is not None:
             try:
                 return before(name)
@@ -168,7 +187,9 @@ class Finder(MetaPathFinder):
         if own is not None:
             return util.spec_from_loader(fullname, OwnModule(own), is_package=True)
         if fullname in modules():
-            return util.spec_from_loader(fullname, MissingModule(), is_package=modules()[fullname].is_package)
+            return util.spec_from_loader(
+                fullname, MissingModule(), is_package=modules()[fullname].is_package
+            )
         return None
 
 
@@ -182,12 +203,15 @@ def _own_name(theirs: str) -> str | None:
 
 
 def install(*, announce: bool | None = None) -> None:
-    """Makes `import deepspeed` give fzero.deepspeed, in this process and in those that it starts.
+    """Makes `import deepspeed` give fzero.deepspeed, in this process and in those that
+    it starts.
 
-    Call it before other libraries are imported: some ask then whether DeepSpeed is there.
+    Call it before other libraries are imported: some ask then whether DeepSpeed is
+    there.
 
     Args:
-        announce: whether rank 0 prints a line; by default it does, unless a parent process was aliased already.
+        announce: whether rank 0 prints a line; by default it does, unless a parent
+            process was aliased already.
 
     Raises:
         RuntimeError: DeepSpeed itself has been imported.
@@ -199,8 +223,8 @@ def install(*, announce: bool | None = None) -> None:
     if not is_ours:
         raise RuntimeError(
             f"install: must come before `import deepspeed`, and DeepSpeed has been imported from "
-            f"{getattr(present, '__file__', None)}; call it at the top of the script, or start the script with "
-            f"fzero run --as-deepspeed"
+            f"{getattr(present, '__file__', None)}; call it at the top of the script, or start the "
+            f"script with fzero run --as-deepspeed"
         )
     sys.meta_path.insert(0, Finder())
     for theirs in own_modules():
@@ -217,7 +241,9 @@ def install(*, announce: bool | None = None) -> None:
 
 
 def _extend_paths() -> None:
-    """Puts the folder first on the search paths of this process and its children, behind a script's own folder."""
+    """Puts the folder first on the search paths of this process and its children,
+    behind a script's own folder.
+    """
     if str(FOLDER) not in sys.path:
         sys.path.insert(1, str(FOLDER))
     root = str(FOLDER.parents[2])
@@ -229,5 +255,9 @@ def _extend_paths() -> None:
 
 
 def _put_first(variable: str, first: str, *last: str) -> None:
-    before = [part for part in os.environ.get(variable, "").split(os.pathsep) if part and part != first]
-    os.environ[variable] = os.pathsep.join([first, *before, *(part for part in last if part not in before)])
+    before = [
+        part for part in os.environ.get(variable, "").split(os.pathsep) if part and part != first
+    ]
+    os.environ[variable] = os.pathsep.join(
+        [first, *before, *(part for part in last if part not in before)]
+    )

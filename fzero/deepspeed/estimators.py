@@ -1,7 +1,9 @@
-"""DeepSpeed's formulas for the memory of model states, to compare with `fzero.plan`, which counts.
+"""DeepSpeed's formulas for the memory of model states, to compare with `fzero.plan`,
+which counts.
 
-A formula takes the numbers of parameters and ranks, and ignores padding, small parameters, buckets and activations. The names
-and arguments of `estimate_zero*` are DeepSpeed's, and so are the numbers: up to 0.8 its stage-2 formula charged the full
+A formula takes the numbers of parameters and ranks, and ignores padding, small
+parameters, buckets and activations. The names and arguments of `estimate_zero*` are
+DeepSpeed's, and so are the numbers: up to 0.8 its stage-2 formula charged the full
 gradients to each GPU (`formula="old"`), since then their shards (`"present"`).
 
 Letters: Ψ parameters, N ranks.
@@ -37,21 +39,30 @@ def estimate_zero2_model_states_mem_needs(
 
     Args:
         total_params: Ψ.
-        formula: `"old"` is the formula up to 0.8, which DeepSpeed's documentation still shows.
+        formula: `"old"` is the formula up to 0.8, which DeepSpeed's documentation still
+            shows.
 
-    >>> [estimate_zero2_model_states_mem_needs(1e9, 8, cpu_offload=False, formula=f).gpu for f in ("present", "old")]
+    >>> [
+    ...     estimate_zero2_model_states_mem_needs(1e9, 8, cpu_offload=False, formula=f).gpu
+    ...     for f in ("present", "old")
+    ... ]
     [4250000000, 6000000000]
     """
     num_gpus = num_nodes * num_gpus_per_node
     if cpu_offload:
-        return MemNeeds(int(total_params * max(4 * num_gpus, 16) * additional_buffer_factor), int(2 * total_params))
+        return MemNeeds(
+            int(total_params * max(4 * num_gpus, 16) * additional_buffer_factor),
+            int(2 * total_params),
+        )
     replicated, divided = {"present": (2, 18), "old": (4, 16)}[formula]
     gpu = replicated * total_params + int(divided * total_params / num_gpus)
     return MemNeeds(int(total_params * 4 * num_gpus_per_node * additional_buffer_factor), int(gpu))
 
 
 class MemNeeds3(NamedTuple):
-    """`MemNeeds`, and the bytes of the largest layer: its gathered parameters and full gradients."""
+    """`MemNeeds`, and the bytes of the largest layer: its gathered parameters and full
+    gradients.
+    """
 
     cpu: int
     gpu: int
@@ -68,7 +79,8 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> MemNeeds3:
-    """DeepSpeed's estimate for stage 3; parameters are offloaded only where the optimizer is.
+    """DeepSpeed's estimate for stage 3; parameters are offloaded only where the
+    optimizer is.
 
     Args:
         total_params: Ψ.
@@ -86,14 +98,20 @@ def estimate_zero3_model_states_mem_needs(
         return MemNeeds3(int(cpu * additional_buffer_factor), gpu, largest)
     moved = (18 if cpu_offload_params else 16) / num_nodes
     cpu = total_params * (moved if zero_init else max(full, moved))
-    gpu = largest + (0 if cpu_offload_params else int(2 * total_params / (num_nodes * num_gpus_per_node)))
+    gpu = largest + (
+        0 if cpu_offload_params else int(2 * total_params / (num_nodes * num_gpus_per_node))
+    )
     return MemNeeds3(int(cpu * additional_buffer_factor), gpu, largest)
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
-    """(parameters of a model, tied ones once; parameters of its largest module without its children)."""
+    """(parameters of a model, tied ones once; parameters of its largest module without
+    its children).
+    """
     total = sum(param.numel() for param in model.parameters())
-    return total, max(sum(param.numel() for param in m.parameters(recurse=False)) for m in model.modules())
+    return total, max(
+        sum(param.numel() for param in m.parameters(recurse=False)) for m in model.modules()
+    )
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -105,11 +123,18 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     formula: Literal["present", "old"] = "present",
     show: Callable[[str], object] = print,
 ) -> None:
-    """Shows the estimates for stage 2 with and without offload, as DeepSpeed prints them; `show` gets each line."""
+    """Shows the estimates for stage 2 with and without offload, as DeepSpeed prints
+    them; `show` gets each line.
+    """
     _head(f"{int(total_params / 1e6)}M total params.", num_nodes, num_gpus_per_node, show)
     for offload in (True, False):
         needs = estimate_zero2_model_states_mem_needs(
-            total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor, formula=formula
+            total_params,
+            num_gpus_per_node,
+            num_nodes,
+            offload,
+            additional_buffer_factor,
+            formula=formula,
         )
         show(f"{_cells(needs)} | offload_optimizer={_device(offload).strip()}")
 
@@ -139,16 +164,30 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     *,
     show: Callable[[str], object] = print,
 ) -> None:
-    """Shows the six estimates for stage 3 as DeepSpeed prints them; `show` gets each line."""
-    sizes = f"{int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M largest layer params."
+    """Shows the six estimates for stage 3 as DeepSpeed prints them; `show` gets each
+    line.
+    """
+    sizes = (
+        f"{int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M "
+        f"largest layer params."
+    )
     _head(sizes, num_nodes, num_gpus_per_node, show)
     for offload, params in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
             needs = estimate_zero3_model_states_mem_needs(
-                total_params, largest_layer_params, num_gpus_per_node, num_nodes, offload, params, zero_init,
+                total_params,
+                largest_layer_params,
+                num_gpus_per_node,
+                num_nodes,
+                offload,
+                params,
+                zero_init,
                 additional_buffer_factor,
-            )  # fmt: skip
-            where = f"offload_param={_device(params)}, offload_optimizer={_device(offload)}, zero_init={zero_init:d}"
+            )
+            where = (
+                f"offload_param={_device(params)}, offload_optimizer={_device(offload)}, "
+                f"zero_init={zero_init:d}"
+            )
             show(f"{_cells(needs)} | {where}")
 
 
@@ -167,7 +206,9 @@ def estimate_zero3_model_states_mem_needs_all_live(
     )
 
 
-def _head(sizes: str, num_nodes: int, num_gpus_per_node: int, show: Callable[[str], object]) -> None:
+def _head(
+    sizes: str, num_nodes: int, num_gpus_per_node: int, show: Callable[[str], object]
+) -> None:
     nodes, gpus = ("s" if count != 1 else "" for count in (num_nodes, num_gpus_per_node))
     show("Estimated memory needed for params, optim states and gradients for a:")
     show(f"HW: Setup with {num_nodes} node{nodes}, {num_gpus_per_node} GPU{gpus} per node.")

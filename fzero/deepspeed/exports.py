@@ -1,4 +1,6 @@
-"""`make_modules()`: from then on the modules of the table (`fzero.deepspeed.table`) can be imported, as if each had a file."""
+"""`make_modules()`: from then on the modules of the table (`fzero.deepspeed.table`) can
+be imported, as if each had a file.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from fzero.deepspeed.table import EXPORTS, is_package
 PACKAGE = "fzero.deepspeed"
 
 
-def names_of(module: str, row: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """The `__getattr__`, `__dir__` and `__all__` of a module with the names of a row of the table."""
+def names_of(
+    module: str, row: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """The `__getattr__`, `__dir__` and `__all__` of a module with the names of a row of
+    the table.
+    """
     up = "." * module.removeprefix(PACKAGE).count(".")  # rows are relative to the package
     return door(module, {up + home if home else "": names for home, names in row.items()})
 
@@ -36,11 +42,15 @@ class Exports(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__.removeprefix(f"{PACKAGE}.")
         get, listed, names = names_of(module.__name__, EXPORTS[name])
-        module.__doc__ = f"`deepspeed.{name}`: names that fzero defines elsewhere (`fzero.deepspeed.table`)."
+        module.__doc__ = (
+            f"`deepspeed.{name}`: names that fzero defines elsewhere (`fzero.deepspeed.table`)."
+        )
         vars(module).update(__getattr__=get, __dir__=listed, __all__=names)
 
 
 def make_modules() -> None:
-    """Puts the finder first: a folder with stubs alone would be found as a package without names."""
+    """Puts the finder first: a folder with stubs alone would be found as a package
+    without names.
+    """
     if not any(isinstance(finder, Exports) for finder in sys.meta_path):
         sys.meta_path.insert(0, Exports())

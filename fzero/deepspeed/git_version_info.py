@@ -1,4 +1,6 @@
-"""`deepspeed.git_version_info`: the version of DeepSpeed whose names these are; no operators are built."""
+"""`deepspeed.git_version_info`: the version of DeepSpeed whose names these are; no
+operators are built.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Stand-ins for names of DeepSpeed that fzero has nothing for: they can be imported, and raise when they are used.
+"""Stand-ins for names of DeepSpeed that fzero has nothing for: they can be imported,
+and raise when they are used.
 
-A function raises when it is called. A class can be named in `isinstance`, in annotations and as a base; it raises when it is
-instantiated, and its attributes raise, but for constants that are strings. An exception is an exception, which nothing
-raises. Constants have DeepSpeed's values.
+A function raises when it is called. A class can be named in `isinstance`, in
+annotations and as a base; it raises when it is instantiated, and its attributes raise,
+but for constants that are strings. An exception is an exception, which nothing raises.
+Constants have DeepSpeed's values.
 """
 
 from __future__ import annotations
@@ -15,23 +17,38 @@ from typing import Any, NoReturn
 from fzero.deepspeed.names import Definition, modules
 
 KERNELS = "fzero needs no compiled operators; leave it out"
-DATA_PARALLEL = "every rank has the whole model in turn: use ZeRO stage 3, and offload where memory is short"
-SERVE = "engine.module.generate generates between updates; serve exported weights (fzero export) with another program"
-SEQUENCES = "use shorter sequences or activation checkpointing; sequence parallelism needs DeepSpeed"
+DATA_PARALLEL = (
+    "every rank has the whole model in turn: use ZeRO stage 3, and offload where memory is short"
+)
+SERVE = (
+    "engine.module.generate generates between updates; serve exported weights (fzero export) "
+    "with another program"
+)
+SEQUENCES = (
+    "use shorter sequences or activation checkpointing; sequence parallelism needs DeepSpeed"
+)
 
 INSTEAD = {
     "deepspeed": "docs/deepspeed.md lists what fzero has",
     "deepspeed.accelerator": "use deepspeed.accelerator.get_accelerator() or torch",
     "deepspeed.autotuning": "use fzero tune, or fzero run --autotuning run",
-    "deepspeed.checkpoint": "fzero.load reads fzero's checkpoints at any number of ranks; fzero import-deepspeed and "
+    "deepspeed.checkpoint": "fzero.load reads fzero's checkpoints at any number of ranks; fzero import-deepspeed "
+    "and "
     "fzero export --format deepspeed-universal convert to and from DeepSpeed's",
     "deepspeed.comm": "use torch.distributed",
     "deepspeed.compile": "use engine.compile()",
-    "deepspeed.compression": "use init_compression before the training and redundancy_clean after it (docs/compression.md)",
+    "deepspeed.compression": (
+        "use init_compression before the training and redundancy_clean after it "
+        "(docs/compression.md)"
+    ),
     "deepspeed.compression.basic_layer.ColumnParallelLinear_Compress": DATA_PARALLEL,
-    "deepspeed.compression.basic_layer.QuantAct": 'activation_quantization in the block "compression_training" quantizes inputs',
+    (
+        "deepspeed.compression.basic_layer.QuantAct"
+    ): 'activation_quantization in the block "compression_training" quantizes inputs',
     "deepspeed.compression.basic_layer.RowParallelLinear_Compress": DATA_PARALLEL,
-    "deepspeed.compression.utils": "fzero.compression.formulas has quantize, ternary, binary and top_share as functions",
+    "deepspeed.compression.utils": (
+        "fzero.compression.formulas has quantize, ternary, binary and top_share as functions"
+    ),
     "deepspeed.datastates": "use engine.save_checkpoint, or fzero.start_save in the background",
     "deepspeed.elasticity": 'use the block "elasticity" of the configuration',
     "deepspeed.env_report": "use fzero env",
@@ -42,7 +59,10 @@ INSTEAD = {
     "deepspeed.linear": "use an adapter library such as peft; ZeRO stage 3 shards frozen weights",
     "deepspeed.model_implementations": "use the model of its library",
     "deepspeed.module_inject": DATA_PARALLEL,
-    "deepspeed.moe": "ordinary modules of experts are trained data-parallel, as all are; expert parallelism needs DeepSpeed",
+    "deepspeed.moe": (
+        "ordinary modules of experts are trained data-parallel, as all are; expert "
+        "parallelism needs DeepSpeed"
+    ),
     "deepspeed.monitor": 'use the blocks "csv_monitor", "tensorboard", "wandb" and "comet" of the configuration',
     "deepspeed.nebula": "use engine.save_checkpoint, or fzero.start_save in the background",
     "deepspeed.nvme": "fzero env --path measures a disk",
@@ -51,17 +71,32 @@ INSTEAD = {
     "deepspeed.ops.adam": "use torch.optim.AdamW, which becomes fzero's own",
     "deepspeed.ops.lamb": 'give the configuration "optimizer": {"type": "Lamb"}',
     "deepspeed.ops.lion": 'give the configuration "optimizer": {"type": "Lion"}',
-    "deepspeed.ops.sparse_attention": "use fzero.attention.sparse_attention, which chooses the kernel",
-    "deepspeed.ops.transformer": "use torch.nn.functional.scaled_dot_product_attention in an ordinary module",
+    "deepspeed.ops.sparse_attention": (
+        "use fzero.attention.sparse_attention, which chooses the kernel"
+    ),
+    "deepspeed.ops.transformer": (
+        "use torch.nn.functional.scaled_dot_product_attention in an ordinary module"
+    ),
     "deepspeed.profiling": 'use the block "flops_profiler" of the configuration, or fzero.profiling',
-    "deepspeed.runtime": "the configuration and the engine do what it is for, where fzero does it (docs/deepspeed.md)",
+    "deepspeed.runtime": (
+        "the configuration and the engine do what it is for, where fzero does it "
+        "(docs/deepspeed.md)"
+    ),
     "deepspeed.runtime.activation_checkpointing": "use deepspeed.checkpointing.checkpoint",
-    "deepspeed.runtime.checkpoint_engine": "use engine.save_checkpoint, or fzero.start_save in the background",
-    "deepspeed.runtime.data_pipeline": "use fzero.data, or the blocks of the configuration (docs/data.md)",
+    "deepspeed.runtime.checkpoint_engine": (
+        "use engine.save_checkpoint, or fzero.start_save in the background"
+    ),
+    "deepspeed.runtime.data_pipeline": (
+        "use fzero.data, or the blocks of the configuration (docs/data.md)"
+    ),
     "deepspeed.runtime.domino": DATA_PARALLEL,
     "deepspeed.runtime.fp16": 'use the block "fp16" of the configuration, and the names of optimizers in "optimizer"',
-    "deepspeed.runtime.hybrid_engine": "engine.module.generate generates between updates, on the engine of deepspeed.initialize",
-    "deepspeed.runtime.pipe": "initialize of a PipelineModule gives the engine of a pipeline, which sends by itself",
+    "deepspeed.runtime.hybrid_engine": (
+        "engine.module.generate generates between updates, on the engine of deepspeed.initialize"
+    ),
+    "deepspeed.runtime.pipe": (
+        "initialize of a PipelineModule gives the engine of a pipeline, which sends by itself"
+    ),
     "deepspeed.runtime.sequence_parallel": SEQUENCES,
     "deepspeed.runtime.superoffload": 'use "offload_optimizer": {"device": "cpu"} of the configuration',
     "deepspeed.runtime.swap_tensor": 'use "offload_optimizer" and "offload_param" with "device": "nvme" of the configuration',
@@ -92,17 +127,25 @@ def message(name: str) -> str:
 
 @cache
 def stand_in(origin: Definition) -> Any:
-    """What `from deepspeed… import name` gives for a name that fzero has nothing for: one object for each origin."""
+    """What `from deepspeed… import name` gives for a name that fzero has nothing for:
+    one object for each origin.
+    """
     if origin.kind == "constants":
         return modules()[origin.module].constants[origin.name]
-    make: Callable[[Definition], Any] = {"functions": _function, "classes": _class, "errors": _error}.get(
-        origin.kind, Missing
-    )
+    make: Callable[[Definition], Any] = {
+        "functions": _function,
+        "classes": _class,
+        "errors": _error,
+    }.get(origin.kind, Missing)
     return make(origin)
 
 
 def _about(origin: Definition) -> dict[str, str]:
-    return {"__module__": origin.module, "__qualname__": origin.name, "__doc__": message(str(origin))}
+    return {
+        "__module__": origin.module,
+        "__qualname__": origin.name,
+        "__doc__": message(str(origin)),
+    }
 
 
 def _function(origin: Definition) -> Callable[..., NoReturn]:
@@ -116,7 +159,9 @@ def _function(origin: Definition) -> Callable[..., NoReturn]:
 
 
 class MissingClass(ABCMeta):
-    """The type of classes that fzero has nothing for; the attributes of such a class raise."""
+    """The type of classes that fzero has nothing for; the attributes of such a class
+    raise.
+    """
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
@@ -130,7 +175,11 @@ def _class(origin: Definition) -> type:
         raise NotImplementedError(message(str(origin)))
 
     constants = modules()[origin.module].attributes.get(origin.name, {})
-    return MissingClass(origin.name, (), {**constants, **_about(origin), "__new__": __new__, "fzero_stands_in": True})
+    return MissingClass(
+        origin.name,
+        (),
+        {**constants, **_about(origin), "__new__": __new__, "fzero_stands_in": True},
+    )
 
 
 def _error(origin: Definition) -> type[Exception]:
@@ -160,5 +209,7 @@ class Missing:
     def _raise(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(self.__doc__)
 
-    __call__ = __getitem__ = __setitem__ = __iter__ = __len__ = __contains__ = __bool__ = __int__ = __float__ = _raise
+    __call__ = __getitem__ = __setitem__ = __iter__ = __len__ = __contains__ = __bool__ = (
+        __int__
+    ) = __float__ = _raise
     __enter__ = __exit__ = __lt__ = __gt__ = __le__ = __ge__ = __add__ = __mul__ = _raise

@@ -1,4 +1,6 @@
-"""The names of DeepSpeed 0.19.6, as recorded in names.json: which modules it has, and where each of their names is defined."""
+"""The names of DeepSpeed 0.19.6, as recorded in names.json: which modules it has, and
+where each of their names is defined.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ ROOT = "deepspeed"
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One module of DeepSpeed: the names that it defines by kind, and those that it imports from its other modules."""
+    """One module of DeepSpeed: the names that it defines by kind, and those that it
+    imports from its other modules.
+    """
 
     is_package: bool
     own: Mapping[str, NameKind]
@@ -58,7 +62,12 @@ def modules() -> Mapping[str, Recorded]:
 
 
 def _recorded(entry: Mapping[str, Any]) -> Recorded:
-    own = {name: kind for kind in get_args(NameKind) if kind != "constants" for name in entry.get(kind, "").split()}
+    own = {
+        name: kind
+        for kind in get_args(NameKind)
+        if kind != "constants"
+        for name in entry.get(kind, "").split()
+    }
     return Recorded(
         is_package=entry.get("is_package", False),
         own=own | dict.fromkeys(entry.get("constants", ()), "constants"),
@@ -70,7 +79,9 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
     )
 
 
-def origin(module: str, name: str, *, within: frozenset[tuple[str, str]] = frozenset()) -> Definition | None:
+def origin(
+    module: str, name: str, *, within: frozenset[tuple[str, str]] = frozenset()
+) -> Definition | None:
     """Where DeepSpeed defines what it calls `module.name`; None if it has no such name.
 
     >>> print(origin("deepspeed", "PipelineModule"))
@@ -96,7 +107,10 @@ def origin(module: str, name: str, *, within: frozenset[tuple[str, str]] = froze
     for source in entry.stars:
         exported = modules()[source].exported if source in modules() else None
         is_public = not name.startswith("_") if exported is None else name in exported
-        if is_public and (found := origin(source, name, within=within | {(module, name)})) is not None:
+        if (
+            is_public
+            and (found := origin(source, name, within=within | {(module, name)})) is not None
+        ):
             return found
     return None
 
@@ -115,7 +129,11 @@ def names_of(module: str, *, within: frozenset[str] = frozenset()) -> set[str]:
         if source in modules():
             exported = modules()[source].exported
             theirs = names_of(source, within=within | {module})
-            found |= {x for x in theirs if not x.startswith("_")} if exported is None else theirs & exported
+            found |= (
+                {x for x in theirs if not x.startswith("_")}
+                if exported is None
+                else theirs & exported
+            )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Stubs of the modules of the table, which have no files, for type checkers and editors: the build puts them into the wheel.
+"""Stubs of the modules of the table, which have no files, for type checkers and
+editors: the build puts them into the wheel.
 
 In a checkout: python fzero/deepspeed/stubs.py
 """
@@ -11,18 +12,24 @@ from pathlib import Path
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
-TABLE = runpy.run_path(str(HERE / "table.py"))  # by its path, as a build has no torch to import fzero with
+# by its path, as a build has no torch to import fzero with
+TABLE = runpy.run_path(str(HERE / "table.py"))
 
 
 def stub_of(name: str) -> str:
     """The imports of one module."""
     lines = []
     for home, words in TABLE["EXPORTS"][name].items():
-        module = {"": f"fzero.deepspeed.{name}", ".": f"fzero{home}"}.get(home[:1], f"fzero.deepspeed.{home}")
+        module = {"": f"fzero.deepspeed.{name}", ".": f"fzero{home}"}.get(
+            home[:1], f"fzero.deepspeed.{home}"
+        )
         for word in words.split():
             there, _, here = word.partition(":")
             # Only `as` the same name exports a name from a stub.
-            lines.append(f"from {module} import {there} as {there}\n" + (f"{here} = {there}\n" if here else ""))
+            lines.append(
+                f"from {module} import {there} as {there}\n"
+                + (f"{here} = {there}\n" if here else "")
+            )
     return "".join(lines)
 
 

@@ -1,7 +1,9 @@
-"""The modules of DeepSpeed's tree that only name what fzero defines elsewhere: one row for each, in place of a file.
+"""The modules of DeepSpeed's tree that only name what fzero defines elsewhere: one row
+for each, in place of a file.
 
-`fzero.deepspeed.exports` makes the modules when they are imported, and `fzero.deepspeed.stubs` writes stubs of them for type
-checkers and editors. Without imports, so that the build can read it.
+`fzero.deepspeed.exports` makes the modules when they are imported, and
+`fzero.deepspeed.stubs` writes stubs of them for type checkers and editors. Without
+imports, so that the build can read it.
 """
 
 from collections.abc import Mapping
@@ -11,37 +13,61 @@ EXPORTS: Mapping[str, Mapping[str, str]] = {
     "comm.reduce_op": {"comm.comm": "ReduceOp"},
     "ops.adagrad": {"engine.deepspeed_optimizers": "DeepSpeedCPUAdagrad", "": "cpu_adagrad"},
     "ops.adagrad.cpu_adagrad": {"engine.deepspeed_optimizers": "DeepSpeedCPUAdagrad"},
-    "ops.adam": {"engine.deepspeed_optimizers": "DeepSpeedCPUAdam FusedAdam", "": "cpu_adam fused_adam"},
+    "ops.adam": {
+        "engine.deepspeed_optimizers": "DeepSpeedCPUAdam FusedAdam",
+        "": "cpu_adam fused_adam",
+    },
     "ops.adam.cpu_adam": {"engine.deepspeed_optimizers": "DeepSpeedCPUAdam"},
     "ops.adam.fused_adam": {"engine.deepspeed_optimizers": "FusedAdam"},
-    "ops.lion": {"engine.deepspeed_optimizers": "DeepSpeedCPULion FusedLion", "": "cpu_lion fused_lion"},
+    "ops.lion": {
+        "engine.deepspeed_optimizers": "DeepSpeedCPULion FusedLion",
+        "": "cpu_lion fused_lion",
+    },
     "ops.lion.cpu_lion": {"engine.deepspeed_optimizers": "DeepSpeedCPULion"},
     "ops.lion.fused_lion": {"engine.deepspeed_optimizers": "FusedLion"},
     "ops.sparse_attention.bert_sparse_self_attention": {
         "ops.sparse_attention.sparse_attention_utils": "BertSparseSelfAttention",
     },
-    "pipe": {"runtime.pipe.module": "PipelineModule", ".pipeline.layers": "LayerSpec TiedLayerSpec"},
-    "runtime.base_optimizer": {"engine.optimizer": "WrappingOptimizer:DeepSpeedOptimizer ZeroOptimizer:ZeROOptimizer"},
+    "pipe": {
+        "runtime.pipe.module": "PipelineModule",
+        ".pipeline.layers": "LayerSpec TiedLayerSpec",
+    },
+    "runtime.base_optimizer": {
+        "engine.optimizer": "WrappingOptimizer:DeepSpeedOptimizer ZeroOptimizer:ZeROOptimizer"
+    },
     "runtime.checkpoint_engine": {"engine.own_files": "CheckpointCommitInfo TorchCheckpointEngine"},
     "runtime.data_pipeline.curriculum_scheduler": {"engine.data_schedulers": "CurriculumScheduler"},
-    "runtime.data_pipeline.data_routing.scheduler": {"engine.data_schedulers": "RandomLTDScheduler"},
-    "runtime.dataloader": {"engine.dataloader": "RepeatingLoader ResumableLoader:DeepSpeedDataLoader"},
+    "runtime.data_pipeline.data_routing.scheduler": {
+        "engine.data_schedulers": "RandomLTDScheduler"
+    },
+    "runtime.dataloader": {
+        "engine.dataloader": "RepeatingLoader ResumableLoader:DeepSpeedDataLoader"
+    },
     "runtime.hybrid_engine": {"engine.engine": "Engine:DeepSpeedHybridEngine"},
-    "runtime.pipe.engine": {"engine.pipeline_engine": "PipelineEngine", ".pipeline.module": "PipelineError"},
+    "runtime.pipe.engine": {
+        "engine.pipeline_engine": "PipelineEngine",
+        ".pipeline.module": "PipelineError",
+    },
     "runtime.pipe.topology": {
-        "topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
+        "topology": (
+            "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid "
+            "ProcessTopology"
+        ),
     },
     "runtime.progressive_layer_drop": {"engine.data_schedulers": "ProgressiveLayerDrop"},
     "runtime.zero.parameter_offload": {"engine.optimizer": "ParameterOffload:DeepSpeedZeRoOffload"},
     "runtime.zero.stage_1_and_2": {
         "engine.optimizer": "ZeroOptimizer12:DeepSpeedZeroOptimizer",
-        "estimators": "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
+        "estimators": "estimate_zero2_model_states_mem_needs "
+        "estimate_zero2_model_states_mem_needs_all_cold "
         "estimate_zero2_model_states_mem_needs_all_live model_to_params",
     },
 }
-"""By module of DeepSpeed: its names, by the module that defines them; `there:here` where they have another name there.
+"""By module of DeepSpeed: its names, by the module that defines them; `there:here`
+where they have another name there.
 
-Modules are relative to fzero.deepspeed; one with a dot before it is of fzero. Under the key "" stand names of submodules."""
+Modules are relative to fzero.deepspeed; one with a dot before it is of fzero. Under the
+key "" stand names of submodules."""
 
 MODULES = (
     *(
@@ -75,7 +101,8 @@ PACKAGE: Mapping[str, str] = {
     "runtime.lr_schedules": "add_tuning_arguments",
     "runtime.pipe.module": "PipelineModule",
     "utils": "OnDevice log_dist logger",
-    "": "accelerator checkpoint runtime.activation_checkpointing.checkpointing:checkpointing comm comm:dist elasticity "
+    "": "accelerator checkpoint runtime.activation_checkpointing.checkpointing:checkpointing "
+    "comm comm:dist elasticity "
     "git_version_info launcher moe ops pipe profiling runtime utils runtime.zero:zero",
 }
 """The names of the package itself."""

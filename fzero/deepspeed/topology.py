@@ -1,6 +1,8 @@
-"""Topologies: which rank is at which coordinate of named axes, under DeepSpeed's names; and the grid, which answers for one rank.
+"""Topologies: which rank is at which coordinate of named axes, under DeepSpeed's names;
+and the grid, which answers for one rank.
 
-Ranks are row-major over the axes. A mesh of fzero is the same thing (`sharding.Mesh`), and `mesh_of` gives it.
+Ranks are row-major over the axes. A mesh of fzero is the same thing (`sharding.Mesh`),
+and `mesh_of` gives it.
 """
 
 from __future__ import annotations
@@ -17,23 +19,34 @@ from sharding.checks import check_at_least
 
 
 class ProcessTopology:
-    """The coordinates of ranks on named axes, in row-major order: consecutive ranks are neighbours along the last axis.
+    """The coordinates of ranks on named axes, in row-major order: consecutive ranks are
+    neighbours along the last axis.
 
     Args:
         axes: their names.
         dims: their lengths.
 
     >>> topology = ProcessTopology(axes=["pipe", "data"], dims=[2, 3])
-    >>> topology.get_rank(pipe=1, data=0), topology.get_coord(4), topology.get_dim("data"), topology.world_size()
+    >>> (
+    ...     topology.get_rank(pipe=1, data=0),
+    ...     topology.get_coord(4),
+    ...     topology.get_dim("data"),
+    ...     topology.world_size(),
+    ... )
     (3, ProcessCoord(pipe=1, data=1), 3, 6)
-    >>> topology.get_axis_comm_lists("pipe"), topology.filter_match(pipe=1), topology.get_axis_list("data", 2)
+    >>> (
+    ...     topology.get_axis_comm_lists("pipe"),
+    ...     topology.filter_match(pipe=1),
+    ...     topology.get_axis_list("data", 2),
+    ... )
     ([[0, 3], [1, 4], [2, 5]], [3, 4, 5], [2, 5])
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes):
             raise ValueError(
-                f"ProcessTopology: axes must be different names, one for each of dims, got {list(axes)} and {list(dims)}; "
+                f"ProcessTopology: axes must be different names, one for each of dims, got "
+                f"{list(axes)} and {list(dims)}; "
                 "give each axis one length"
             )
         for axis, length in zip(axes, dims, strict=True):
@@ -41,20 +54,24 @@ class ProcessTopology:
         self.axes, self.dims = axes, dims
         make: Callable[..., Any] = namedtuple
         self.ProcessCoord = make("ProcessCoord", axes)
-        self._coords = tuple(self.ProcessCoord(*place) for place in product(*[range(length) for length in dims]))
+        self._coords = tuple(
+            self.ProcessCoord(*place) for place in product(*[range(length) for length in dims])
+        )
         self.mapping = {coord: rank for rank, coord in enumerate(self._coords)}
 
     def get_rank(self, **coord_kwargs: int) -> int:
         """The rank at a coordinate, which names every axis."""
         if set(coord_kwargs) != set(self.axes):
             raise ValueError(
-                f"get_rank: must have a coordinate for each of the axes {list(self.axes)}, got {sorted(coord_kwargs)}; "
+                f"get_rank: must have a coordinate for each of the axes {list(self.axes)}, got "
+                f"{sorted(coord_kwargs)}; "
                 "use filter_match for several ranks"
             )
         key = self.ProcessCoord(**coord_kwargs)
         if key not in self.mapping:
             raise ValueError(
-                f"get_rank: coordinates must be inside {dict(zip(self.axes, self.dims, strict=True))}, got {key}"
+                f"get_rank: coordinates must be inside "
+                f"{dict(zip(self.axes, self.dims, strict=True))}, got {key}"
             )
         return self.mapping[key]
 
@@ -63,7 +80,11 @@ class ProcessTopology:
         return self.axes
 
     def get_rank_repr(
-        self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+        self,
+        rank: int,
+        omit_axes: Iterable[str] = ("data", "pipe"),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
     ) -> str:
         """The coordinate of a rank as a part of file names.
 
@@ -72,7 +93,9 @@ class ProcessTopology:
         """
         omitted, coord = set(omit_axes), self.get_coord(rank)
         return outer_sep.join(
-            f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in self.axes if axis not in omitted
+            f"{axis}{inner_sep}{getattr(coord, axis):02d}"
+            for axis in self.axes
+            if axis not in omitted
         )
 
     def get_dim(self, axis: str) -> int:
@@ -82,11 +105,15 @@ class ProcessTopology:
     def get_coord(self, rank: int) -> Any:
         """The coordinate of a rank, a named tuple."""
         if not 0 <= rank < len(self._coords):
-            raise ValueError(f"get_coord: rank must be at least 0 and below {len(self._coords)}, got {rank}")
+            raise ValueError(
+                f"get_coord: rank must be at least 0 and below {len(self._coords)}, got {rank}"
+            )
         return self._coords[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The lists of ranks that differ along `axis` only; none if there is no such axis."""
+        """The lists of ranks that differ along `axis` only; none if there is no such
+        axis.
+        """
         if axis not in self.axes:
             return []
         others = [other for other in self.axes if other != axis]
@@ -125,7 +152,9 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages by data ranks by ranks that divide layers (tensor parallelism), of which fzero's pipelines take 1 only."""
+    """Stages by data ranks by ranks that divide layers (tensor parallelism), of which
+    fzero's pipelines take 1 only.
+    """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
@@ -141,9 +170,12 @@ def mesh_of(topology: ProcessTopology) -> Mesh:
     Mesh(axes=(('pipe', 2), ('data', 4)))
     """
     axes = dict(zip(topology.axes, topology.dims, strict=True))
-    if further := {axis: length for axis, length in axes.items() if axis not in ("pipe", "data") and length > 1}:
+    if further := {
+        axis: length for axis, length in axes.items() if axis not in ("pipe", "data") and length > 1
+    }:
         raise ValueError(
-            f"topology: axes other than 'pipe' and 'data' must have length 1, got {further}; fzero does not divide layers among "
+            f"topology: axes other than 'pipe' and 'data' must have length 1, got {further}; fzero "
+            f"does not divide layers among "
             "ranks (tensor parallelism): give these ranks to 'data'"
         )
     return Mesh.of(
@@ -153,13 +185,15 @@ def mesh_of(topology: ProcessTopology) -> Mesh:
 
 
 class PipelineParallelGrid:
-    """The place of one rank in a topology, under the names of Megatron's `mpu` and DeepSpeed's grid.
+    """The place of one rank in a topology, under the names of Megatron's `mpu` and
+    DeepSpeed's grid.
 
-    The process groups are made at their first use. *Collective* then, on the ranks of the group.
+    The process groups are made at their first use. *Collective* then, on the ranks of
+    the group.
 
     Args:
-        topology: of all ranks; without one, as many stages as DeepSpeed gives: the prime factors of the number of ranks go to
-            stages and data ranks in turn.
+        topology: of all ranks; without one, as many stages as DeepSpeed gives: the
+            prime factors of the number of ranks go to stages and data ranks in turn.
         process_group: ignored, as in DeepSpeed.
         rank: this rank; the process's own if None.
 
@@ -169,7 +203,11 @@ class PipelineParallelGrid:
     """
 
     def __init__(
-        self, topology: ProcessTopology | None = None, process_group: Any = None, *, rank: int | None = None
+        self,
+        topology: ProcessTopology | None = None,
+        process_group: Any = None,
+        *,
+        rank: int | None = None,
     ) -> None:
         own = job()
         is_given = rank is not None
@@ -178,12 +216,15 @@ class PipelineParallelGrid:
         self.world_size = self._topo.world_size()
         if is_joined() and not is_given and self.world_size != own.size:
             raise ValueError(
-                f"topology: must have as many ranks as the job, {own.size}, got {self.world_size}; change its lengths or the job"
+                f"topology: must have as many ranks as the job, {own.size}, got {self.world_size}; "
+                f"change its lengths or the job"
             )
         self.data_parallel_size = max(self._topo.get_dim("data"), 1)
         self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
         self.model_parallel_size = self.slice_parallel_size = max(self._topo.get_dim("model"), 1)
-        self.dp_groups, self.pipe_groups = (self._topo.get_axis_comm_lists(axis) for axis in ("data", "pipe"))
+        self.dp_groups, self.pipe_groups = (
+            self._topo.get_axis_comm_lists(axis) for axis in ("data", "pipe")
+        )
         self._is_alone = is_given
 
     def _coordinate(self, axis: str) -> int:
@@ -245,15 +286,20 @@ class PipelineParallelGrid:
 
     @property
     def ds_model_proc_group(self) -> Any:
-        """The process group of the ranks that hold one copy of the model: those of one data index."""
+        """The process group of the ranks that hold one copy of the model: those of one
+        data index.
+        """
         return self._group(self._model_ranks, "model")
 
     @property
     def p2p_groups(self) -> list[list[int]]:
-        """For each rank, itself and the rank of the next stage; the last stage's next is the first."""
+        """For each rank, itself and the rank of the next stage; the last stage's next
+        is the first.
+        """
         rings = {rank: ranks for ranks in self.pipe_groups for rank in ranks}
         return [
-            [rank, rings[rank][(rings[rank].index(rank) + 1) % len(rings[rank])]] for rank in range(self.world_size)
+            [rank, rings[rank][(rings[rank].index(rank) + 1) % len(rings[rank])]]
+            for rank in range(self.world_size)
         ]
 
     def topology(self) -> ProcessTopology:
@@ -261,8 +307,12 @@ class PipelineParallelGrid:
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank of another stage with this rank's other coordinates, or with those given."""
-        return self._topo.get_rank(**self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)._asdict())
+        """The rank of another stage with this rank's other coordinates, or with those
+        given.
+        """
+        return self._topo.get_rank(
+            **self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)._asdict()
+        )
 
     def get_stage_id(self) -> int:
         """As `stage_id`."""
@@ -302,7 +352,9 @@ class PipelineParallelGrid:
         return self.dp_group
 
     def get_model_parallel_rank(self) -> int:
-        """The index of this rank among those that hold one copy of the model: its stage, without an axis `model`."""
+        """The index of this rank among those that hold one copy of the model: its
+        stage, without an axis `model`.
+        """
         return self._model_ranks.index(self.global_rank)
 
     def get_model_parallel_world_size(self) -> int:

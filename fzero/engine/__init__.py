@@ -1,4 +1,6 @@
-"""The stateful facade for DeepSpeed's scripts (`fzero.deepspeed.engine`): `initialize`, and the engines that it returns."""
+"""The stateful facade for DeepSpeed's scripts (`fzero.deepspeed.engine`): `initialize`,
+and the engines that it returns.
+"""
 
 from typing import TYPE_CHECKING
 

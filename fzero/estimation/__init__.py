@@ -1,6 +1,8 @@
-"""Dry runs of a step, without tensors: memory, bytes sent and seconds of a plan, and the plan that fits.
+"""Dry runs of a step, without tensors: memory, bytes sent and seconds of a plan, and
+the plan that fits.
 
-May import: graph, runtime, storage, plans and below; not step. Begin with `fzero.estimation.compare`.
+May import: graph, runtime, storage, plans and below; not step. Begin with
+`fzero.estimation.compare`.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +18,10 @@ if TYPE_CHECKING:
     from fzero.estimation.fitting import Fit as Fit, fit as fit
     from fzero.estimation.generation import Answers as Answers
     from fzero.estimation.pipeline_layers import estimate_layers as estimate_layers
-    from fzero.estimation.pipelines import PipelinePlan as PipelinePlan, plan_pipeline as plan_pipeline
+    from fzero.estimation.pipelines import (
+        PipelinePlan as PipelinePlan,
+        plan_pipeline as plan_pipeline,
+    )
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,

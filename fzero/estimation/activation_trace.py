@@ -1,14 +1,18 @@
-"""`trace_activations`: the memory of activations and the FLOPs of one micro-step over time, measured on fake tensors.
+"""`trace_activations`: the memory of activations and the FLOPs of one micro-step over
+time, measured on fake tensors.
 
-The model runs in a `FakeTensorMode` in the configuration's dtypes, with or without checkpointing. Every storage that an
-operator allocates counts until it is freed: activations, other results of kernels, and the gradient of a parameter until a
-step would write it into its flat buffer. Parameters and the temporaries inside a kernel do not count. With
-`cpu_checkpointing` the inputs of checkpointed modules are copied to host memory and back as in a step on a GPU
-(`fzero.transforms.checkpointing.host_moves`), and count as host memory meanwhile. The operators are the CPU's,
-where attention without a mask is fused as on CUDA.
+The model runs in a `FakeTensorMode` in the configuration's dtypes, with or without
+checkpointing. Every storage that an operator allocates counts until it is freed:
+activations, other results of kernels, and the gradient of a parameter until a step
+would write it into its flat buffer. Parameters and the temporaries inside a kernel do
+not count. With `cpu_checkpointing` the inputs of checkpointed modules are copied to
+host memory and back as in a step on a GPU
+(`fzero.transforms.checkpointing.host_moves`), and count as host memory meanwhile. The
+operators are the CPU's, where attention without a mask is fused as on CUDA.
 
-A trace is cut into `TraceEvent`s where a parameter is read, is needed again or has its gradient: there a step gathers and
-reduces. `fzero.estimation.dry_run` replays them. They are the same in all stages and placements.
+A trace is cut into `TraceEvent`s where a parameter is read, is needed again or has its
+gradient: there a step gathers and reduces. `fzero.estimation.dry_run` replays them.
+They are the same in all stages and placements.
 """
 
 from __future__ import annotations
@@ -47,7 +51,9 @@ from sharding.views import torch_dtype
 
 
 class OperatorCost(NamedTuple):
-    """The cost of one operator: floating point operations, bytes read and written, and whether its dtype exceeds 16 bits."""
+    """The cost of one operator: floating point operations, bytes read and written, and
+    whether its dtype exceeds 16 bits.
+    """
 
     flops: int
     nbytes: int
@@ -56,14 +62,17 @@ class OperatorCost(NamedTuple):
 
     def seconds(self, machine: MachineModel) -> float:
         """Its duration in an eager step."""
-        return machine.operator + machine.seconds(self.flops, self.nbytes, is_wide=self.is_wide, kind=self.kind)
+        return machine.operator + machine.seconds(
+            self.flops, self.nbytes, is_wide=self.is_wide, kind=self.kind
+        )
 
 
 class TraceEvent(NamedTuple):
     """An event of a parameter, and what happens until the next event.
 
-    `fetch`: the forward reads the parameter; `unpack`: the backward reads it again; `grad`: its gradient is ready; `boundary`:
-    the forward/backward boundary. Sizes are in bytes.
+    `fetch`: the forward reads the parameter; `unpack`: the backward reads it again;
+    `grad`: its gradient is ready; `boundary`: the forward/backward boundary. Sizes are
+    in bytes.
     """
 
     kind: Literal["begin", "fetch", "boundary", "unpack", "grad"]
@@ -80,19 +89,27 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ActivationTrace:
-    """The needs of one micro-step on one rank: peak bytes of activations, floating point operations, and the events."""
+    """The needs of one micro-step on one rank: peak bytes of activations, floating
+    point operations, and the events.
+    """
 
     nbytes: int
     flops: int
     events: tuple[TraceEvent, ...] = ()
     sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
-    """By module that ran: the bytes of the floating tensors that it took and returned first."""
-    _seconds: dict[MachineModel, tuple[float, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By module that ran: the bytes of the floating tensors that it took and returned
+    first.
+    """
+    _seconds: dict[MachineModel, tuple[float, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def seconds(self, machine: MachineModel) -> tuple[float, ...]:
         """The duration of the work of each event."""
         if machine not in self._seconds:
-            self._seconds[machine] = tuple(sum(work.seconds(machine) for work in event.work) for event in self.events)
+            self._seconds[machine] = tuple(
+                sum(work.seconds(machine) for work in event.work) for event in self.events
+            )
         return self._seconds[machine]
 
     def without_moves(self) -> ActivationTrace:
@@ -110,15 +127,19 @@ class ActivationTrace:
 
 
 class _Owner:
-    """Lives as long as one of the storages that would be one if checkpointed inputs stayed on the device."""
+    """Lives as long as one of the storages that would be one if checkpointed inputs
+    stayed on the device.
+    """
 
 
 class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages that operators allocate in the body, and their floating point operations.
+    """Counts the bytes of the storages that operators allocate in the body, and their
+    floating point operations.
 
-    (`FlopCounterMode` would keep alive the tensors that checkpointed modules recompute.) `moves` copies checkpointed inputs to
-    host memory and back, and counts them there. "kept" are the bytes on the device if they stayed: an input and its copies
-    count once, until the last of them is freed.
+    (`FlopCounterMode` would keep alive the tensors that checkpointed modules
+    recompute.) `moves` copies checkpointed inputs to host memory and back, and counts
+    them there. "kept" are the bytes on the device if they stayed: an input and its
+    copies count once, until the last of them is freed.
     """
 
     def __init__(self) -> None:
@@ -127,7 +148,8 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[TraceEvent] = []
         self.moves = Moves(partial(self._copied, "leaves"), partial(self._copied, "returns"))
         self._event, self._work = TraceEvent("begin"), list[OperatorCost]()
-        self._held, self._peak = Counter[str](), Counter[str]()  # bytes by memory: now, and the most of this event
+        # bytes by memory: now, and the most of this event
+        self._held, self._peak = Counter[str](), Counter[str]()
         self._copying, self._copied_since = "", Counter[str]()
         self._copied_from: Any = None  # a storage
         self._owners: weakref.WeakKeyDictionary[Any, _Owner] = weakref.WeakKeyDictionary()
@@ -145,14 +167,22 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, kind: Literal["fetch", "boundary", "unpack", "grad"], name: str = "") -> None:
         """Ends the current event and begins the next."""
         peak, copied = self._peak, self._copied_since
-        ended = self._event._replace(most=peak["device"], now=self._held["device"], work=tuple(self._work))
+        ended = self._event._replace(
+            most=peak["device"], now=self._held["device"], work=tuple(self._work)
+        )
         ended = ended._replace(most_kept=peak["kept"], now_kept=self._held["kept"])
-        self.events.append(ended._replace(waiting=peak["host"], leaves=copied["leaves"], returns=copied["returns"]))
+        self.events.append(
+            ended._replace(waiting=peak["host"], leaves=copied["leaves"], returns=copied["returns"])
+        )
         self._event, self._work = TraceEvent(kind, name), []
         self._peak, self._copied_since = self._held.copy(), Counter()
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is _DEVICE_OF:  # two of three calls; autograd asks for the device of each tensor
             return args[0].fake_device
@@ -177,7 +207,9 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if owner is not None:
             self._owners[storage] = owner
         is_host = self._copying == "leaves"
-        self._hold(storage, "host" if is_host else "device", pinned_nbytes(nbytes) if is_host else nbytes)
+        self._hold(
+            storage, "host" if is_host else "device", pinned_nbytes(nbytes) if is_host else nbytes
+        )
 
     def _hold(self, thing: Any, memory: str, nbytes: int) -> None:
         """Counts bytes until a storage or an owner is freed."""
@@ -186,7 +218,9 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weakref.finalize(thing, self._held.subtract, {memory: nbytes})
 
     def _copied(self, direction: Literal["leaves", "returns"], x: Tensor) -> Tensor:
-        """A copy between the device and host memory; it occupies the host link, and so adds no `OperatorCost`."""
+        """A copy between the device and host memory; it occupies the host link, and so
+        adds no `OperatorCost`.
+        """
         self._copying, self._copied_from = direction, x.untyped_storage()
         self._copied_since[direction] += x.nbytes
         try:
@@ -196,21 +230,43 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _DEVICE_OF = torch.ops.prim.device.default
-_FUNCTIONS = ("_norm", "softmax", "gelu", "silu", "tanh", "sigmoid", "exp", "erf", "sum", "mean", "div")
+_FUNCTIONS = (
+    "_norm",
+    "softmax",
+    "gelu",
+    "silu",
+    "tanh",
+    "sigmoid",
+    "exp",
+    "erf",
+    "sum",
+    "mean",
+    "div",
+)
 """Parts of the names of operators that compute for longer than they move bytes."""
 _MOVES_NOTHING = ("empty", "_unsafe_view", "lift_fresh", "_reshape_alias", "detach")
 
 
 def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> OperatorCost:
     name, made = func.overloadpacket.__name__, tensors_in(out)
-    if func.is_view or not made or name.startswith(_MOVES_NOTHING) or name in ("new_empty", "new_empty_strided"):
+    if (
+        func.is_view
+        or not made
+        or name.startswith(_MOVES_NOTHING)
+        or name in ("new_empty", "new_empty_strided")
+    ):
         return OperatorCost(flops, 0, False)
     read = tensors_in(args)
     if name == "embedding":  # reads only the rows of the table that it returns
         read = read[1:] + made
-    is_wide = made[0].dtype.itemsize > 2  # counted operators only; attention also reads sums in fp32
+    # counted operators only; attention also reads sums in fp32
+    is_wide = made[0].dtype.itemsize > 2
     kind: OperatorKind = (
-        "attention" if "attention" in name else "pointwise" if any(x in name for x in _FUNCTIONS) else ""
+        "attention"
+        if "attention" in name
+        else "pointwise"
+        if any(x in name for x in _FUNCTIONS)
+        else ""
     )
     return OperatorCost(flops, sum(map(_nbytes, (*read, *made))), is_wide, kind)
 
@@ -228,9 +284,16 @@ def _nbytes(x: Tensor) -> int:
 
 
 def trace_activations(
-    model: nn.Module, cfg: Config | Any, batch: Any, *, loss_fn: LossFn | None = None, checkpoint: bool | None = None,
-    on_host: bool | None = None, device: Device = "cuda", changes: AllChanges | None = None,
-) -> ActivationTrace:  # fmt: skip
+    model: nn.Module,
+    cfg: Config | Any,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    checkpoint: bool | None = None,
+    on_host: bool | None = None,
+    device: Device = "cuda",
+    changes: AllChanges | None = None,
+) -> ActivationTrace:
     """Activations and FLOPs of one forward and backward.
 
     Args:
@@ -238,27 +301,38 @@ def trace_activations(
         cfg: gives the dtypes and `activation_checkpointing`.
         batch: one rank's samples of a micro-step; tensors may be on `meta`.
         loss_fn: see `make_train_step`.
-        checkpoint: whether units are checkpointed: as many as the configuration sets, or every one if it sets none. None
-            follows the configuration.
-        on_host: whether their inputs are kept in host memory; None follows `cpu_checkpointing`.
+        checkpoint: whether units are checkpointed: as many as the configuration sets,
+            or every one if it sets none. None follows the configuration.
+        on_host: whether their inputs are kept in host memory; None follows
+            `cpu_checkpointing`.
         device: where the model is; on the CPU inputs are in host memory already.
-        changes: the changes of transforms, whose views give modules other values than the parameters.
+        changes: the changes of transforms, whose views give modules other values than
+            the parameters.
 
     Raises:
-        ValueError: the model cannot run on this batch, needs the values of tensors, or returns no loss.
+        ValueError: the model cannot run on this batch, needs the values of tensors, or
+            returns no loss.
     """
     cfg = Config.load(cfg)
     every = cfg.activation_checkpointing.every
     if checkpoint is not None:
         every = (every or 1) if checkpoint else None
-    chosen = choose_modules(model, every, blocks=blocks_of(model), field="activation_checkpointing.every")
+    chosen = choose_modules(
+        model, every, blocks=blocks_of(model), field="activation_checkpointing.every"
+    )
     on_host = cfg.activation_checkpointing.cpu_checkpointing if on_host is None else on_host
     alive = ActivationCounter()
     autocast = torch_dtype(cfg.precision.autocast) if cfg.precision.autocast else None
-    with faked(model, cfg, None if changes is None else changes.trained(model)) as (layout, params, buffers):
+    with faked(model, cfg, None if changes is None else changes.trained(model)) as (
+        layout,
+        params,
+        buffers,
+    ):
         fake_batch = without_memory(batch, torch.device("cpu"))
         if (dtype := cfg.casts_batch_to) is not None:
-            fake_batch = map_tensors(lambda x: x.to(torch_dtype(dtype)) if x.is_floating_point() else x, fake_batch)
+            fake_batch = map_tensors(
+                lambda x: x.to(torch_dtype(dtype)) if x.is_floating_point() else x, fake_batch
+            )
         for name, views in () if changes is None else changes.views.items():
             given = params | buffers
             params[name] = reduce(lambda x, view: view.value(x, given, 0), views, params[name])
@@ -273,7 +347,9 @@ def trace_activations(
             _sizes_of_modules(model) as sizes,
             alive,
         ):
-            loss, _ = loss_of(model, loss_fn, fake_batch, reduces_by_sum=False, autocast=autocast, device="cpu")
+            loss, _ = loss_of(
+                model, loss_fn, fake_batch, reduces_by_sum=False, autocast=autocast, device="cpu"
+            )
             alive.mark("boundary")
             loss.backward()  # type: ignore[no-untyped-call]
     alive.mark("boundary")  # ends the last event
@@ -284,16 +360,26 @@ def trace_activations(
 def faked(
     model: nn.Module, cfg: Config, trained: Collection[str] | None = None
 ) -> Iterator[tuple[Plan, dict[str, Tensor], dict[str, Tensor]]]:
-    """Inside, tensors have no memory. Yields a plan, and the model's parameters and buffers in their configured dtypes.
+    """Inside, tensors have no memory. Yields a plan, and the model's parameters and
+    buffers in their configured dtypes.
 
     Args:
         trained: see `fzero.plans.PlanSpec`.
     """
-    # The dtypes do not depend on the stage, and nothing here depends on the configured number of samples.
+    # The dtypes do not depend on the stage, and nothing here depends on the configured number of
+    # samples.
     alone = cfg.model_copy(
         update={
-            "zero_optimization": cfg.zero_optimization.model_copy(update={"stage": 0, "offload_optimizer": None}),
-            **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")),
+            "zero_optimization": cfg.zero_optimization.model_copy(
+                update={"stage": 0, "offload_optimizer": None}
+            ),
+            **dict.fromkeys(
+                (
+                    "train_batch_size",
+                    "train_micro_batch_size_per_gpu",
+                    "gradient_accumulation_steps",
+                )
+            ),
         }
     )
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -302,13 +388,16 @@ def faked(
 
 
 class _Gate(torch.autograd.Function):
-    """A parameter as a step passes it to the model (`fzero.runtime.autograd_nodes.ParamLeaf`).
+    """A parameter as a step passes it to the model
+    (`fzero.runtime.autograd_nodes.ParamLeaf`).
 
     Its gradient comes with those of the parameters `names`.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, param: Tensor, alive: ActivationCounter, names: tuple[str, ...]) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, param: Tensor, alive: ActivationCounter, names: tuple[str, ...]
+    ) -> Tensor:
         ctx.alive, ctx.names = alive, names
         return param
 
@@ -323,7 +412,9 @@ _gate: Callable[..., Tensor] = _Gate.apply  # type: ignore[assignment]
 
 
 class _Recorder:
-    """Passes parameters to the model unit by unit, and marks when they are read, needed again and have gradients."""
+    """Passes parameters to the model unit by unit, and marks when they are read, needed
+    again and have gradients.
+    """
 
     def __init__(
         self,
@@ -333,19 +424,24 @@ class _Recorder:
         relays: Mapping[str, tuple[str, ...]],
     ) -> None:
         self.alive, self.params, self._relays = alive, params, relays
-        self._units = {name: unit for unit in layout.units for b in unit.buffers for name in b.layout.names}
+        self._units = {
+            name: unit for unit in layout.units for b in unit.buffers for name in b.layout.names
+        }
         self._names = {x.untyped_storage()._cdata: name for name, x in params.items()}
         self._anchor = torch.empty(0, requires_grad=True)
         self._leaves = dict[str, Tensor]()
 
     def fetch(self, name: str) -> Tensor:
-        if name not in self._leaves:  # all visits of a unit share its nodes of autograd, as in a step
+        # all visits of a unit share its nodes of autograd, as in a step
+        if name not in self._leaves:
             with torch.enable_grad():
                 for buffer in self._units[name].buffers:
                     for own in buffer.layout.names:
                         param = self.params[own]
                         names = (*((own,) if buffer.trainable else ()), *self._relays.get(own, ()))
-                        self._leaves[own] = _gate(self._anchor, param, self.alive, names) if names else param
+                        self._leaves[own] = (
+                            _gate(self._anchor, param, self.alive, names) if names else param
+                        )
         self.alive.mark("fetch", name)
         return self._leaves[name]
 
@@ -370,7 +466,10 @@ def _params(model: nn.Module, layout: Plan) -> dict[str, Tensor]:
 
 def _buffers(model: nn.Module, layout: Plan) -> dict[str, Tensor]:
     own = dict(model.named_buffers(remove_duplicate=False))
-    return {name: torch.empty(own[name].shape, dtype=torch_dtype(spec.dtype)) for name, spec in layout.buffers.items()}
+    return {
+        name: torch.empty(own[name].shape, dtype=torch_dtype(spec.dtype))
+        for name, spec in layout.buffers.items()
+    }
 
 
 @contextmanager
@@ -380,7 +479,8 @@ def _with_fix(model: nn.Module) -> Iterator[None]:
     def drop(record: logging.LogRecord) -> bool:
         return False
 
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # gets an error and its traceback before it is raised
+    # gets an error and its traceback before it is raised
+    log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addFilter(drop)
     try:
         yield
@@ -391,8 +491,8 @@ def _with_fix(model: nn.Module) -> Iterator[None]:
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             fix = "it reads values of tensors, and a dry run has none: use torch.where and the like"
         raise ValueError(
-            f"batch: {type(model).__name__} must run forward and backward on it, got {type(error).__name__}: {error}; "
-            f"{fix}, or plan without a batch"
+            f"batch: {type(model).__name__} must run forward and backward on it, got "
+            f"{type(error).__name__}: {error}; {fix}, or plan without a batch"
         ) from error
     finally:
         log.removeFilter(drop)
@@ -400,7 +500,9 @@ def _with_fix(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _sizes_of_modules(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
-    """Inside, each module that runs is entered with the bytes of the floating tensors that it takes and returns first."""
+    """Inside, each module that runs is entered with the bytes of the floating tensors
+    that it takes and returns first.
+    """
     sizes = dict[str, tuple[int, int]]()
 
     def nbytes(tree: Any) -> int:
@@ -413,7 +515,9 @@ def _sizes_of_modules(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
 
         return hook
 
-    handles = [module.register_forward_hook(enter(name)) for name, module in model.named_modules() if name]
+    handles = [
+        module.register_forward_hook(enter(name)) for name, module in model.named_modules() if name
+    ]
     try:
         yield sizes
     finally:
@@ -421,8 +525,12 @@ def _sizes_of_modules(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
             handle.remove()
 
 
-def _checkpointed(model: nn.Module, names: tuple[str, ...], moves: Moves | None) -> AbstractContextManager[None]:
-    """Checkpoints as in a step, but restores no module buffers before a recomputation: they have no values here."""
+def _checkpointed(
+    model: nn.Module, names: tuple[str, ...], moves: Moves | None
+) -> AbstractContextManager[None]:
+    """Checkpoints as in a step, but restores no module buffers before a recomputation:
+    they have no values here.
+    """
     anchor = torch.empty(0)
 
     def wrapped(name: str, module: nn.Module) -> Callable[..., Any]:
@@ -432,30 +540,46 @@ def _checkpointed(model: nn.Module, names: tuple[str, ...], moves: Moves | None)
 
 
 class Activations:
-    """The traces of one model and batch, with and without checkpointing, each made once.
+    """The traces of one model and batch, with and without checkpointing, each made
+    once.
 
     Attributes:
         has_units: whether the model has units to checkpoint.
     """
 
     def __init__(
-        self, model: nn.Module, cfg: Config | Any, batch: Any, loss_fn: LossFn | None = None, device: Device = "cuda"
+        self,
+        model: nn.Module,
+        cfg: Config | Any,
+        batch: Any,
+        loss_fn: LossFn | None = None,
+        device: Device = "cuda",
     ) -> None:
         self.has_units = False
         with suppress(ValueError):
             self.has_units = bool(choose_modules(model, 1, blocks=blocks_of(model)))
         self._trace = cache(
             lambda checkpoint: trace_activations(
-                model, cfg, batch, loss_fn=loss_fn, checkpoint=checkpoint, on_host=checkpoint, device=device
+                model,
+                cfg,
+                batch,
+                loss_fn=loss_fn,
+                checkpoint=checkpoint,
+                on_host=checkpoint,
+                device=device,
             )
         )
         self._without_moves = cache(lambda: self._trace(True).without_moves())
 
     def of(self, *, checkpoints: bool, on_host: bool = False) -> ActivationTrace:
-        """The trace with or without checkpointed units, whose inputs are kept in host memory (`on_host`) or on the device."""
+        """The trace with or without checkpointed units, whose inputs are kept in host
+        memory (`on_host`) or on the device.
+        """
         return self._without_moves() if checkpoints and not on_host else self._trace(checkpoints)
 
     def of_config(self, cfg: Config) -> ActivationTrace:
         """The trace with the checkpointing of a configuration."""
         checkpointing = cfg.activation_checkpointing
-        return self.of(checkpoints=checkpointing.every is not None, on_host=checkpointing.cpu_checkpointing)
+        return self.of(
+            checkpoints=checkpointing.every is not None, on_host=checkpointing.cpu_checkpointing
+        )

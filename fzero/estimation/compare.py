@@ -1,8 +1,10 @@
-"""`compare_plans`: the bytes that a rank would hold and send, for every stage and placement side by side.
+"""`compare_plans`: the bytes that a rank would hold and send, for every stage and
+placement side by side.
 
-Each column is a configuration: the given one with another stage or other placements. Its numbers come from `fzero.plan`,
-which uses the layouts and specs of a real step, padding included, and from a dry run (`fzero.estimation.dry_run`), which
-gives the composition of the peak and the duration of the step.
+Each column is a configuration: the given one with another stage or other placements.
+Its numbers come from `fzero.plan`, which uses the layouts and specs of a real step,
+padding included, and from a dry run (`fzero.estimation.dry_run`), which gives the
+composition of the peak and the duration of the step.
 """
 
 from __future__ import annotations
@@ -64,14 +66,24 @@ QUANTITIES = {
 def placed(
     stage: int, optimizer: str = "device", params: str = "device", nvme_path: str | None = "nvme"
 ) -> dict[str, Any]:
-    """The keys of `zero_optimization` for a stage and two placements; None removes a key."""
-    blocks = {"device": None, "host": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": nvme_path}}
+    """The keys of `zero_optimization` for a stage and two placements; None removes a
+    key.
+    """
+    blocks = {
+        "device": None,
+        "host": {"device": "cpu"},
+        "nvme": {"device": "nvme", "nvme_path": nvme_path},
+    }
     return {"stage": stage, "offload_optimizer": blocks[optimizer], "offload_param": blocks[params]}
 
 
 VARIANTS: dict[str, Keys] = {
     **{f"stage {stage}": placed(stage) for stage in range(4)},
-    **{f"stage {n}, optimizer on {kind}": placed(n, kind) for kind in ("host", "nvme") for n in (1, 2, 3)},
+    **{
+        f"stage {n}, optimizer on {kind}": placed(n, kind)
+        for kind in ("host", "nvme")
+        for n in (1, 2, 3)
+    },
     **{f"stage 3, all on {kind}": placed(3, kind, kind) for kind in ("host", "nvme")},
 }
 """The keys of `zero_optimization` that each column sets."""
@@ -86,12 +98,16 @@ class Candidate:
         keys: the configuration, as in a file.
         plan: the result of `fzero.plan`.
         step: the dry run of this plan.
-        memory: bytes on a rank by kind of memory (`device`, `host`, `nvme`) and by purpose: those of `Plan.bytes_by_memory`; on
-            the device, at the peak, `gathers`, `reductions`, `arrivals` (receive buffers of reductions), `streams`,
-            `activations`, and on the CPU `kept` (pooled) buffers; in host memory `sub-groups` in transfer, and `activations`
-            kept there for the backward.
-        tokens: the number of tokens of all ranks in a step; 0 without a batch of tokens.
-        generating: the bytes between two steps while a rank generates, if they are asked for.
+        memory: bytes on a rank by kind of memory (`device`, `host`, `nvme`) and by
+            purpose: those of `Plan.bytes_by_memory`; on the device, at the peak,
+            `gathers`, `reductions`, `arrivals` (receive buffers of reductions),
+            `streams`, `activations`, and on the CPU `kept` (pooled) buffers; in host
+            memory `sub-groups` in transfer, and `activations` kept there for the
+            backward.
+        tokens: the number of tokens of all ranks in a step; 0 without a batch of
+            tokens.
+        generating: the bytes between two steps while a rank generates, if they are
+            asked for.
     """
 
     name: str
@@ -108,7 +124,9 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """The duration of a step; without a batch, of its communication, streams and updates alone."""
+        """The duration of a step; without a batch, of its communication, streams and
+        updates alone.
+        """
         return self.step.seconds
 
     @cached_property  # printing asks for it several times
@@ -119,10 +137,17 @@ class Candidate:
     @cached_property
     def padding_nbytes(self) -> int:
         """Bytes of padding in the model state, as the mean of all ranks."""
-        longs = ((b, leaf.spec) for b in self.plan.flat_buffers for leaf in self.plan.leaves(b) if leaf.is_long)
+        longs = (
+            (b, leaf.spec)
+            for b in self.plan.flat_buffers
+            for leaf in self.plan.leaves(b)
+            if leaf.is_long
+        )
         return round(
             sum(
-                (spec.numel - b.layout.numel) * itemsize(spec.dtype) / spec.num_shards(self.plan.mesh)
+                (spec.numel - b.layout.numel)
+                * itemsize(spec.dtype)
+                / spec.num_shards(self.plan.mesh)
                 for b, spec in longs
             )
         )
@@ -154,7 +179,8 @@ class Comparison:
     """Configurations side by side. `print(comparison)` shows a table.
 
     Attributes:
-        columns: in the order of `VARIANTS`; the given configuration is first if it is none of them.
+        columns: in the order of `VARIANTS`; the given configuration is first if it is
+            none of them.
         refused: the impossible variants, each with the reason.
         num_params: parameters of the model.
         given: the name of the column of the given configuration.
@@ -183,16 +209,24 @@ class Comparison:
         has_batch = any("activations" in one.memory["device"] for one in columns)
         scale, unit = scale_of(max(one.state_nbytes for one in columns))
         title = (
-            f"{self.num_params:,} parameters on {describe(columns[0].plan.mesh)}: {unit} on a rank, and sent in a step"
+            f"{self.num_params:,} parameters on {describe(columns[0].plan.mesh)}: {unit} on "
+            f"a rank, and sent in a step"
         )
-        table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold")
+        table = Table(
+            title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold"
+        )
         table.add_column("", no_wrap=True)
         for one in columns:
             name = one.name.replace(" optimizer", " opt.").replace(" on ", "\n").replace(", ", "\n")
-            table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, name.split("\n"))))
+            table.add_column(
+                name, justify="right", no_wrap=True, min_width=max(map(len, name.split("\n")))
+            )
         for kind, where in MEMORIES.items():
             if any(one.memory.get(kind) for one in columns):
-                table.add_row(f"[bold]{where}", *(f"[bold]{shown(one.nbytes(kind), scale)}" for one in columns))
+                table.add_row(
+                    f"[bold]{where}",
+                    *(f"[bold]{shown(one.nbytes(kind), scale)}" for one in columns),
+                )
             for quantity, words in QUANTITIES.items():
                 held = [one.memory.get(kind, {}).get(quantity, 0) for one in columns]
                 if any(held):
@@ -207,8 +241,12 @@ class Comparison:
         if any(one.tokens for one in columns):
             table.add_row("  tokens/s", *(f"{one.tokens / one.seconds:,.0f}" for one in columns))
         if columns[0].generating is not None:
-            _generating_rows(table, [one.generating for one in columns if one.generating is not None], scale)
-        notes = [f"{one.name}: {one.step.description}." for one in columns if one.name == self.given]
+            _generating_rows(
+                table, [one.generating for one in columns if one.generating is not None], scale
+            )
+        notes = [
+            f"{one.name}: {one.step.description}." for one in columns if one.name == self.given
+        ]
         notes += [f"{name} is not possible: {reason}" for name, reason in self.refused.items()]
         if not has_batch:
             notes.append("Activations are not counted: pass a batch (--batch and --sequence).")
@@ -219,7 +257,9 @@ class Comparison:
 
 
 def _generating_rows(table: Table, found: Sequence[Generating], scale: float) -> None:
-    rows = {"[bold]generating, gathered once": [f"[bold]{shown(one.by_copy, scale)}" for one in found]}
+    rows = {
+        "[bold]generating, gathered once": [f"[bold]{shown(one.by_copy, scale)}" for one in found]
+    }
     rows["  model state"] = [shown(one.state, scale) for one in found]
     rows["  gathered copy"] = [shown(one.copy, scale) for one in found]
     rows["  keys and values"] = [shown(one.cache, scale) for one in found]
@@ -241,27 +281,36 @@ def compare_plans(
     answers: Answers | None = None,
     transforms: Sequence[ModelTransform] = (),
 ) -> Comparison:
-    """Compares the bytes that a rank holds and sends, for all stages and placements of a configuration.
+    """Compares the bytes that a rank holds and sends, for all stages and placements of
+    a configuration.
 
     Args:
         model: any module; on `meta` it holds no weights.
         cfg: any argument of `Config.load`; None is bf16 with an fp32 master, and AdamW.
         world_size: number of ranks W.
         mesh: the mesh of these ranks; None is the configuration's, or one axis.
-        batch: one rank's samples of a micro-step, possibly on `meta`; with it, activations are counted (`trace_activations`).
+        batch: one rank's samples of a micro-step, possibly on `meta`; with it,
+            activations are counted (`trace_activations`).
         loss_fn: see `make_train_step`.
         machine: the rates of one rank, for the seconds of a step.
-        device: where the model is; on the CPU, host memory is the device's memory, and working buffers stay in a pool.
-        answers: what a rank generates at once between two steps; with it, that is counted (`Candidate.generating`).
+        device: where the model is; on the CPU, host memory is the device's memory, and
+            working buffers stay in a pool.
+        answers: what a rank generates at once between two steps; with it, that is
+            counted (`Candidate.generating`).
         transforms: see `make_train_step`; the model gets the tensors that they add.
 
     Raises:
         ConfigError: the configuration is invalid, in itself or for the model.
-        ValueError: the model does not run on that batch, or has no cache of keys and values.
+        ValueError: the model does not run on that batch, or has no cache of keys and
+            values.
     """
     keys = keys_of(cfg)
     given = Config.load(dict(keys))  # warns of keys that are not honoured
-    changes = StepSpec(model=model, cfg=given, transforms=tuple(transforms)).changes if transforms else AllChanges()
+    changes = (
+        StepSpec(model=model, cfg=given, transforms=tuple(transforms)).changes
+        if transforms
+        else AllChanges()
+    )
     trace = (
         None
         if batch is None
@@ -270,7 +319,13 @@ def compare_plans(
     cache = None if answers is None else cache_nbytes(model, given, answers)
 
     def planned(name: str, keys: Keys) -> Candidate:
-        how: dict[str, Any] = {"trace": trace, "machine": machine, "device": device, "cache": cache, "changes": changes}
+        how: dict[str, Any] = {
+            "trace": trace,
+            "machine": machine,
+            "device": device,
+            "cache": cache,
+            "changes": changes,
+        }
         made = column(model, name, keys, world_size, mesh, **how)
         return replace(made, tokens=tokens_of(batch) * world_size * made.plan.num_micro_steps)
 
@@ -280,7 +335,10 @@ def compare_plans(
             columns.append(planned(name, changed(keys, {"zero_optimization": zero})))
         except ConfigError as error:
             refused[name] = str(error).splitlines()[0]
-    same = next((c.name for c in columns if quietly(c.keys).zero_optimization == given.zero_optimization), None)
+    same = next(
+        (c.name for c in columns if quietly(c.keys).zero_optimization == given.zero_optimization),
+        None,
+    )
     if same is None:
         columns.insert(0, planned("as given", keys))
     num_params = sum(param.numel() for param in model.parameters())
@@ -294,7 +352,9 @@ def tokens_of(batch: Any) -> int:
 
 
 def samples_of(batch: Any) -> int | None:
-    """The length of the first tensor: the samples of a micro-batch; None if there is no tensor with a dimension."""
+    """The length of the first tensor: the samples of a micro-batch; None if there is no
+    tensor with a dimension.
+    """
     tensors = (x for x in optree.tree_leaves(batch, none_is_leaf=True) if isinstance(x, Tensor))
     return next((len(x) for x in tensors if x.dim()), None)
 
@@ -315,9 +375,12 @@ def column(
     """Plans one configuration.
 
     Args:
-        trace: the trace of the activations, with the same dtypes, checkpointing and device.
-        cache: the bytes of keys and values while a rank generates; None does not count generation.
-        changes: the changes of transforms, besides those that the configuration asks for.
+        trace: the trace of the activations, with the same dtypes, checkpointing and
+            device.
+        cache: the bytes of keys and values while a rank generates; None does not count
+            generation.
+        changes: the changes of transforms, besides those that the configuration asks
+            for.
 
     Raises:
         ConfigError: the configuration is not possible.
@@ -327,7 +390,9 @@ def column(
     planned = plan(model, cfg, world_size=world_size, mesh=mesh, trained=trained)
     views, sizes = ({}, {}) if changes is None else (changes.views, changes.sizes)
     seen = {*views, *(compression(cfg, model).params if cfg.compresses else ())}
-    step = dry_run(planned, trace, machine=machine, device=device, title=name, viewed=seen, sizes=sizes)
+    step = dry_run(
+        planned, trace, machine=machine, device=device, title=name, viewed=seen, sizes=sizes
+    )
     generating = None if cache is None else Generating.after(planned, step, cache)
     return Candidate(name, keys, planned, step, memory_of(step), generating=generating)
 
@@ -337,15 +402,25 @@ def memory_of(step: DryRun) -> dict[str, dict[str, int]]:
     held = {kind: dict(parts) for kind, parts in step.memory.items()}
     held["device"] = step.at_peak
     on_host = held.get("host", {}) if step.device == "cuda" else {}  # else counted on the device
-    held["host"] = on_host | {"activations": step.host_inputs, "sub-groups": step.host_pool, "gaps": step.host_gaps}
-    return {kind: {name: n for name, n in parts.items() if n} for kind, parts in held.items() if any(parts.values())}
+    held["host"] = on_host | {
+        "activations": step.host_inputs,
+        "sub-groups": step.host_pool,
+        "gaps": step.host_gaps,
+    }
+    return {
+        kind: {name: n for name, n in parts.items() if n}
+        for kind, parts in held.items()
+        if any(parts.values())
+    }
 
 
-# --- configurations as in a file ---------------------------------------------------------------------------------
+# --- configurations as in a file ------------------------------------------------------------------
 
 
 def keys_of(cfg: Any) -> Keys:
-    """A configuration as in a file, in current names; None is bf16 with an fp32 master, and AdamW."""
+    """A configuration as in a file, in current names; None is bf16 with an fp32 master,
+    and AdamW.
+    """
     if cfg is None:
         return {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
     if isinstance(cfg, Config):
@@ -353,11 +428,15 @@ def keys_of(cfg: Any) -> Keys:
         return dumped
     keys = dict(read(cfg)) if isinstance(cfg, str | Path) else dict(cfg)
     zero = keys.get("zero_optimization")
-    return keys | {"zero_optimization": _in_current_names(zero)} if isinstance(zero, Mapping) else keys
+    return (
+        keys | {"zero_optimization": _in_current_names(zero)} if isinstance(zero, Mapping) else keys
+    )
 
 
 def _in_current_names(zero: Keys) -> Keys:
-    """Renames older keys, which would conflict with those that a column sets; keys that `Config` refuses are left to it."""
+    """Renames older keys, which would conflict with those that a column sets; keys that
+    `Config` refuses are left to it.
+    """
     spellings = {field.alias: name for name, field in ZeroOptimization.model_fields.items()}
     made = {}
     for key, value in zero.items():

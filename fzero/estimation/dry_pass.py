@@ -1,7 +1,9 @@
-"""The memory and traffic of micro-steps, without tensors: what each event of the unit scheduler does on a ledger.
+"""The memory and traffic of micro-steps, without tensors: what each event of the unit
+scheduler does on a ledger.
 
-`fzero.runtime.sequencer` executes the same events on tensors. The methods of `DryPass` give each its bytes and its time on a
-lane; the reasons are in `fzero.runtime.gathers` and `reductions`.
+`fzero.runtime.sequencer` executes the same events on tensors. The methods of `DryPass`
+give each its bytes and its time on a lane; the reasons are in `fzero.runtime.gathers`
+and `reductions`.
 """
 
 from __future__ import annotations
@@ -45,14 +47,17 @@ class _Reduction:
 
 
 class DryPass:
-    """Runs the micro-steps of one step on a ledger; `scheduler` decides what is executed when.
+    """Runs the micro-steps of one step on a ledger; `scheduler` decides what is
+    executed when.
 
     Args:
         viewed: the names of the parameters of which modules see other values.
         sizes: the sizes of values whose size is not the parameter's.
     """
 
-    def __init__(self, ledger: MemoryLedger, viewed: Collection[str] = (), sizes: Mapping[str, Size] = {}) -> None:
+    def __init__(
+        self, ledger: MemoryLedger, viewed: Collection[str] = (), sizes: Mapping[str, Size] = {}
+    ) -> None:
         self.ledger, self.plan, self._viewed, self._sizes = ledger, ledger.plan, viewed, sizes
         self._kept = kept_units(self.plan, viewed, sizes) if viewed else frozenset[str]()
         self._seen: dict[str, int] = {}  # bytes of the values of views, by unit
@@ -61,12 +66,17 @@ class DryPass:
         self._flats = {buffer.key: buffer for buffer in self.plan.flat_buffers}
         self._gathers: dict[str, _Gather] = {}
         self._prefetched: dict[str, float] = {}  # per key: the time when the shard has arrived
-        self._filling: dict[str, tuple[GradHome, Taken | None]] = {}  # per key; None is the gradient's own memory
+        # per key; None is the gradient's own memory
+        self._filling: dict[str, tuple[GradHome, Taken | None]] = {}
         self._in_flight: deque[_Reduction] = deque()
         self._holds: dict[str, Holds] = {buffer.key: "nothing" for buffer in self.plan.flat_buffers}
 
-    def run(self, parts: Sequence[Part], order: Sequence[Event], *, is_first: bool, is_last: bool) -> None:
-        """One forward and backward, the first or last of its step; `order` is that of its collectives."""
+    def run(
+        self, parts: Sequence[Part], order: Sequence[Event], *, is_first: bool, is_last: bool
+    ) -> None:
+        """One forward and backward, the first or last of its step; `order` is that of
+        its collectives.
+        """
         self.is_last, self._leaving = is_last, deque[float]()
         self._holds = dict.fromkeys(self._holds, "nothing" if is_first else "sum")
         scheduler, boundary = self.scheduler, order.index(BOUNDARY) + 1
@@ -87,7 +97,9 @@ class DryPass:
     def _follow(self, part: Part, backward: Sequence[Event]) -> None:
         ledger = self.ledger
         if part.unit and part.kind != "boundary":
-            ledger.label = f"{'forward' if self.scheduler.in_forward else 'backward'} of {part.unit}"
+            ledger.label = (
+                f"{'forward' if self.scheduler.in_forward else 'backward'} of {part.unit}"
+            )
             ledger.run_python("event")
         self.execute(follow(self.scheduler, part, backward, is_last=self.is_last))
         if part.unit and part.kind in ("fetch", "unpack"):
@@ -131,13 +143,17 @@ class DryPass:
                 case _:
                     assert_never(kind)
 
-    # --- gathers -------------------------------------------------------------------------------------------------
+    # --- gathers ----------------------------------------------------------------------------------
 
     def _gather(self, name: str) -> None:
         plan, ledger = self.plan, self.ledger
         full, shards, end = list[Taken](), 0, 0.0
         for buffer in (buffer for buffer in self._units[name].buffers if buffer.flow.gathers_over):
-            fetched = self._prefetched.pop(buffer.key) if buffer.key in self._prefetched else self._fetch(buffer)
+            fetched = (
+                self._prefetched.pop(buffer.key)
+                if buffer.key in self._prefetched
+                else self._fetch(buffer)
+            )
             shards += 0 if ledger.is_here(buffer.params) else ledger.nbytes_of(buffer.params)
             if buffer.flow.param_numel == buffer.padded_numel:
                 end = max(end, fetched)
@@ -185,7 +201,9 @@ class DryPass:
 
     def _view(self, name: str) -> None:
         """Adds the values of the views of a unit's parameters, unless it is there."""
-        numels = {} if name in self._seen else seen_numel(self._units[name], self._viewed, self._sizes)
+        numels = (
+            {} if name in self._seen else seen_numel(self._units[name], self._viewed, self._sizes)
+        )
         if numels:
             self._seen[name] = sum(numel * itemsize(dtype) for dtype, numel in numels.items())
             self.ledger.add("views", self._seen[name])
@@ -201,11 +219,13 @@ class DryPass:
         for taken in gather.full:
             self.ledger.give(taken)
 
-    # --- gradients -----------------------------------------------------------------------------------------------
+    # --- gradients --------------------------------------------------------------------------------
 
     def _collect(self, key: str) -> None:
         buffer = self._flats[key]
-        home = buffer.flow.home(self._holds[key], is_last=self.is_last, is_here=self.ledger.is_here(buffer.grads))
+        home = buffer.flow.home(
+            self._holds[key], is_last=self.is_last, is_here=self.ledger.is_here(buffer.grads)
+        )
         taken = None
         if home.fills != "home":
             taken = self.ledger.take("reductions", buffer.padded_numel, home.dtype)
@@ -224,13 +244,17 @@ class DryPass:
                 reduction.ends.append((buffer, self._start(buffer, home, reduction, taken), home))
                 continue
             if taken is not None:
-                self.ledger.write_back(buffer.grads, self.ledger.nbytes_of(buffer.grads), buffer.key)
+                self.ledger.write_back(
+                    buffer.grads, self.ledger.nbytes_of(buffer.grads), buffer.key
+                )
                 self.ledger.give(taken)
         if reduction.ends:
             self._in_flight.append(reduction)
         self.ledger.write()
 
-    def _start(self, buffer: FlatParamPlan, home: GradHome, reduction: _Reduction, taken: Taken | None) -> float:
+    def _start(
+        self, buffer: FlatParamPlan, home: GradHome, reduction: _Reduction, taken: Taken | None
+    ) -> float:
         """Starts the reduction; returns its end time."""
         plan, ledger, flow = self.plan, self.ledger, buffer.flow
         hooks, dtype, numel = plan.comm_hooks.reduce, flow.send_dtype, flow.reduced_numel
@@ -238,10 +262,13 @@ class DryPass:
             reduction.arriving += buffer.padded_numel * itemsize(dtype)  # a copy in `reduce_dtype`
         shard, is_full = buffer.shard_numel * itemsize(dtype), flow.reduces_to == "full"
         end = ledger.send("reduce", buffer.padded_numel, flow.scatters_over, dtype, hooks=hooks)
-        is_one = plan.world_size == 2 and not hooks  # collective of two ranks for both halves, which adds meanwhile
+        # collective of two ranks for both halves, which adds meanwhile
+        is_one = plan.world_size == 2 and not hooks
         for axis in flow.sums_over if self.is_last else ():
             for through in (hooks, {})[is_one:]:
-                end = ledger.send("reduce", numel * (1 + is_one), (axis,), dtype, hooks=through, after=end)
+                end = ledger.send(
+                    "reduce", numel * (1 + is_one), (axis,), dtype, hooks=through, after=end
+                )
             numel //= plan.mesh.axis_size(axis)
         if not is_full:
             reduction.arriving += shard * (not home.is_in_place and plan.num_shards > 1)
@@ -250,8 +277,8 @@ class DryPass:
             reduction.arriving += nbytes
             end = max(end, ledger.fetch(buffer.grads, nbytes, buffer.key))
         if ledger.device == "cpu" and plan.num_shards > 1:
-            # Shards are received one by one, the first into the result buffer unless that holds a summand: in stage 1 this
-            # rank's own, which the sum overwrites.
+            # Shards are received one by one, the first into the result buffer unless that holds a
+            # summand: in stage 1 this rank's own, which the sum overwrites.
             is_summand = is_full or (flow.collects == "full" and flow.keep_dtype == dtype)
             if not (is_full and is_one):
                 reduction.arriving += shard * (plan.num_shards - 2 + is_summand)
@@ -270,7 +297,9 @@ class DryPass:
                 while len(self._leaving) >= MOST_LEAVING and buffer.grads.placement.in_file:
                     ledger.lanes.wait(buffer.key, self._leaving.popleft())
                 self._leaving.append(
-                    ledger.write_back(buffer.grads, nbytes, f"write_back {buffer.key}", adds=home.adds_late)
+                    ledger.write_back(
+                        buffer.grads, nbytes, f"write_back {buffer.key}", adds=home.adds_late
+                    )
                 )
         ledger.add("arrivals", -reduction.arriving)
         for taken in reduction.full:

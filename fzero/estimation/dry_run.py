@@ -1,14 +1,18 @@
-"""`dry_run`: the bytes that a rank holds over an eager step, and the step's duration, computed without tensors.
+"""`dry_run`: the bytes that a rank holds over an eager step, and the step's duration,
+computed without tensors.
 
     run = dry_run(plan, trace_activations(model, cfg, batch))
     print(run.description, run.timeline)     # the peak; compute, gathers, reductions and streams, and which waits for which
 
-A dry run executes the events of an eager step's unit scheduler on a trace of the model: it gathers and releases units, fills and
-reduces full gradients, and transfers offloaded state. At every moment it sums the bytes of working buffers and activations,
-so that the peak is the peak of the sum. Each move occupies a lane of `fzero.graph.timeline.Lanes` for its time. The internal
-memory of collective libraries and the temporaries of single kernels are not counted.
+A dry run executes the events of an eager step's unit scheduler on a trace of the model:
+it gathers and releases units, fills and reduces full gradients, and transfers offloaded
+state. At every moment it sums the bytes of working buffers and activations, so that the
+peak is the peak of the sum. Each move occupies a lane of `fzero.graph.timeline.Lanes`
+for its time. The internal memory of collective libraries and the temporaries of single
+kernels are not counted.
 
-Without a trace there are no activations, only updates compute, and units run in the order of their declaration.
+Without a trace there are no activations, only updates compute, and units run in the
+order of their declaration.
 """
 
 from __future__ import annotations
@@ -41,12 +45,13 @@ class DryRun:
     """One step of one rank.
 
     Attributes:
-        memory: bytes of model state by kind of memory and quantity (`Plan.bytes_by_memory`).
+        memory: bytes of model state by kind of memory and quantity
+            (`Plan.bytes_by_memory`).
         rows: the other bytes in use, sample by sample.
         timeline: the timeline of at most two micro-steps.
         further_seconds: the time of the micro-steps that the timeline leaves out.
-        host_pool: bytes of host buffers through which files are read and written, and through which the CPU updates state that
-            is on the device.
+        host_pool: bytes of host buffers through which files are read and written, and
+            through which the CPU updates state that is on the device.
         host_gaps: bytes of host memory lost to the rounding of pinned allocations.
         host_inputs: the peak of checkpointed inputs in host memory, in bytes.
         device: where the model is.
@@ -63,7 +68,9 @@ class DryRun:
 
     @property
     def state(self) -> dict[str, int]:
-        """Bytes of model state on the device, by quantity; on the CPU, those in host memory count too."""
+        """Bytes of model state on the device, by quantity; on the CPU, those in host
+        memory count too.
+        """
         return _on_device(self.memory, self.device)
 
     @property
@@ -100,12 +107,18 @@ class DryRun:
         """The peak in words: its size, when it is, and what it consists of."""
         scale, unit = scale_of(self.nbytes)
         parts = sorted(self.at_peak.items(), key=lambda part: -part[1])
-        fractions = [f"{nbytes / self.nbytes:.0%} {name}" for name, nbytes in parts if nbytes >= 0.01 * self.nbytes]
+        fractions = [
+            f"{nbytes / self.nbytes:.0%} {name}"
+            for name, nbytes in parts
+            if nbytes >= 0.01 * self.nbytes
+        ]
         when = self.peak.label if self.peak.held else "all the time"
         return f"{self.nbytes / scale:.3g} {unit} at the most, {when}: {', '.join(fractions)}"
 
     def draw(self, title: str = "") -> Figure:
-        """A picture of the bytes on the device over the step, with the peak. Needs matplotlib (extra `pictures`)."""
+        """A picture of the bytes on the device over the step, with the peak. Needs
+        matplotlib (extra `pictures`).
+        """
         package("matplotlib", needed_by="dry_run(…).draw()")
         from matplotlib.figure import Figure
 
@@ -116,16 +129,33 @@ class DryRun:
         names = [name for name in COLORS if any(one.get(name) for one in held)]
         heights = [[one.get(name, 0) / scale for one in (*held, held[-1])] for name in names]
         colors = [COLORS[name] for name in names]
-        axes.stackplot(range(len(held) + 1), heights, step="post", colors=colors, linewidth=0, labels=names)
+        axes.stackplot(
+            range(len(held) + 1), heights, step="post", colors=colors, linewidth=0, labels=names
+        )
         index = self.rows.index(self.peak)
-        axes.plot([index + 0.5], [self.nbytes / scale], "v", color="black", markersize=6, clip_on=False)
+        axes.plot(
+            [index + 0.5], [self.nbytes / scale], "v", color="black", markersize=6, clip_on=False
+        )
         side: dict[str, Any] = {"ha": "right"} if index > len(held) / 2 else {}
         text = f"{self.nbytes / scale:.3g} {unit}, {self.peak.label} "
-        axes.annotate(text, (index + 0.5, self.nbytes / scale), (0, 8), textcoords="offset points", fontsize=9, **side)
-        ticks = [i for i, row in enumerate(self.rows) if i == 0 or row.label != self.rows[i - 1].label]
+        axes.annotate(
+            text,
+            (index + 0.5, self.nbytes / scale),
+            (0, 8),
+            textcoords="offset points",
+            fontsize=9,
+            **side,
+        )
+        ticks = [
+            i for i, row in enumerate(self.rows) if i == 0 or row.label != self.rows[i - 1].label
+        ]
         few = ticks[:: -(-len(ticks) // 40)]
         axes.set_xticks(few, [self.rows[i].label for i in few], rotation=60, ha="right", fontsize=7)
-        axes.set(xlim=(0, len(held)), ylim=(0, 1.12 * self.nbytes / scale), ylabel=f"{unit} on the device")
+        axes.set(
+            xlim=(0, len(held)),
+            ylim=(0, 1.12 * self.nbytes / scale),
+            ylabel=f"{unit} on the device",
+        )
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
         figure.legend(reverse=True, loc="outside right upper", frameon=False, fontsize=8)
@@ -150,14 +180,16 @@ def dry_run(
         machine: the rates of one rank.
         device: where the model is; on the CPU the collectives are gloo's.
         title: the title of the timeline.
-        viewed: the parameters of which modules see other values (`fzero.model.transforms.ParamView`).
+        viewed: the parameters of which modules see other values
+            (`fzero.model.transforms.ParamView`).
         sizes: the sizes of values whose size is not the parameter's.
     """
     machine = machine or MachineModel()
     parts = parts_of(plan.inner, trace, machine)
     order, num = order_of(plan.inner, parts), min(plan.num_micro_steps, 2)
     kept: Counter[tuple[int, int]] | None = None
-    for _ in range(2 if device == "cpu" else 1):  # the second step starts with the pool that the first one filled
+    # the second step starts with the pool that the first one filled
+    for _ in range(2 if device == "cpu" else 1):
         ledger = MemoryLedger(plan, machine, device, kept)
         kept = ledger.free
         ledger.write()
@@ -168,15 +200,22 @@ def dry_run(
                 ends.append(ledger.lanes.now)
         update(ledger)
     further_seconds, memory = ends[0] * (plan.num_micro_steps - num), plan.bytes_by_memory
-    timeline = _timeline(ledger, sum(_on_device(memory, device).values()), title or f"stage {plan.stage}")
+    timeline = _timeline(
+        ledger, sum(_on_device(memory, device).values()), title or f"stage {plan.stage}"
+    )
     inputs = max(part.waiting for part in parts)
     on_cuda = device == "cuda"
-    pool, gaps = ledger.streams.host_pool + ledger.streams.on_host * on_cuda, pinned_gaps(plan) * on_cuda
+    pool, gaps = (
+        ledger.streams.host_pool + ledger.streams.on_host * on_cuda,
+        pinned_gaps(plan) * on_cuda,
+    )
     return DryRun(memory, tuple(ledger.rows), timeline, further_seconds, pool, gaps, inputs, device)
 
 
 def _on_device(memory: dict[str, dict[str, int]], device: Device) -> dict[str, int]:
-    kinds = [memory.get(kind, {}) for kind in (("device", "host") if device == "cpu" else ("device",))]
+    kinds = [
+        memory.get(kind, {}) for kind in (("device", "host") if device == "cpu" else ("device",))
+    ]
     return {name: sum(held.get(name, 0) for held in kinds) for held in kinds for name in held}
 
 

@@ -1,9 +1,12 @@
-"""`update`: the time of the optimizer update in a dry run, buffer by buffer (`fzero.runtime.update`, `fzero.storage.stream`).
+"""`update`: the time of the optimizer update in a dry run, buffer by buffer
+(`fzero.runtime.update`, `fzero.storage.stream`).
 
-An update reads and writes its tensors once. On the device it takes their bytes at the rate of memory; where every rank holds
-the full parameters, the all-gather overlaps the update of the next buffer. Offloaded state streams through in sub-groups: one
-is fetched while the previous one is updated and the one before that is written back, each on its lane. The CPU updates state
-in files or host memory while the device is idle: gradients and parameters that are on the device cross the host link for it.
+An update reads and writes its tensors once. On the device it takes their bytes at the
+rate of memory; where every rank holds the full parameters, the all-gather overlaps the
+update of the next buffer. Offloaded state streams through in sub-groups: one is fetched
+while the previous one is updated and the one before that is written back, each on its
+lane. The CPU updates state in files or host memory while the device is idle: gradients
+and parameters that are on the device cross the host link for it.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ from fzero.storage.buffer_sizes import updated_specs, updates_on_host
 from sharding import TensorSpec
 from sharding.dtypes import itemsize
 
-MOST_SUB_GROUPS = 16  # the most sub-groups of one buffer in a dry run; if there are more, several are simulated as one
+# the most sub-groups of one buffer in a dry run; if there are more, several are simulated as one
+MOST_SUB_GROUPS = 16
 
 
 def update(ledger: MemoryLedger) -> None:
-    """The norm of the gradients, the updates, and the all-gathers of parameters that every rank holds in full."""
+    """The norm of the gradients, the updates, and the all-gathers of parameters that
+    every rank holds in full.
+    """
     plan = ledger.plan
     trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
     ledger.label = "update"
@@ -33,7 +39,9 @@ def update(ledger: MemoryLedger) -> None:
         ledger.touch(nbytes, "norm")  # also if offloaded, before it leaves the device
     if plan.world_size > 1:
         axis = plan.mesh.names[0] if len(plan.mesh.names) == 1 else WORLD
-        ledger.lanes.wait("norm", ledger.lanes.start("collective", "norm", ledger.machine.latency, axis=axis))
+        ledger.lanes.wait(
+            "norm", ledger.lanes.start("collective", "norm", ledger.machine.latency, axis=axis)
+        )
     ledger.add("streams", ledger.streams.on_device if ledger.device == "cuda" else 0)
     ledger.write()
     ends = [_here(ledger, buffer) for buffer in trained if _is_here(ledger, buffer)]
@@ -47,11 +55,15 @@ def update(ledger: MemoryLedger) -> None:
 
 
 def _is_here(ledger: MemoryLedger, buffer: FlatParamPlan) -> bool:
-    return all(ledger.is_here(spec) for spec in (buffer.params, *updated_specs(buffer, ledger.plan)))
+    return all(
+        ledger.is_here(spec) for spec in (buffer.params, *updated_specs(buffer, ledger.plan))
+    )
 
 
 def _moved(buffer: FlatParamPlan, specs: list[TensorSpec]) -> int:
-    """Bytes read and written per element: all of `specs`, except that the gradient is only read; new parameters are written."""
+    """Bytes read and written per element: all of `specs`, except that the gradient is
+    only read; new parameters are written.
+    """
     both = sum(2 * itemsize(spec.dtype) for spec in specs)
     return both - itemsize(buffer.dtypes.grad) + itemsize(buffer.dtypes.param) * buffer.has_master
 
@@ -75,7 +87,9 @@ def _join(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
 
 
 class _Group(NamedTuple):
-    """A sub-group, or several simulated as one: seconds of its update, and on each lane of its fetch and write-back."""
+    """A sub-group, or several simulated as one: seconds of its update, and on each lane
+    of its fetch and write-back.
+    """
 
     label: str
     fetch: dict[Lane, float]
@@ -87,7 +101,11 @@ def _groups(ledger: MemoryLedger, buffer: FlatParamPlan) -> Iterator[_Group]:
     plan, machine = ledger.plan, ledger.machine
     specs, numel = list(updated_specs(buffer, plan)), buffer.flow.updated_numel
     on_host = updates_on_host(buffer, plan)
-    num = 1 if buffer.updates_whole else max(min(-(-numel // plan.streaming.sub_group_numel), MOST_SUB_GROUPS), 1)
+    num = (
+        1
+        if buffer.updates_whole
+        else max(min(-(-numel // plan.streaming.sub_group_numel), MOST_SUB_GROUPS), 1)
+    )
     fetch, put = defaultdict[Lane, float](float), defaultdict[Lane, float](float)
     for index, spec in enumerate((*specs, *([buffer.params] if buffer.has_master else ()))):
         for lane, rate, is_fetch in _moves(ledger, spec, on_host):
@@ -101,8 +119,12 @@ def _groups(ledger: MemoryLedger, buffer: FlatParamPlan) -> Iterator[_Group]:
         yield _Group(buffer.key, fetch, compute, put)
 
 
-def _moves(ledger: MemoryLedger, spec: TensorSpec, on_host: bool) -> Iterator[tuple[Lane, float, bool]]:
-    """The transfers of a tensor for its update: (lane, rate, whether it is the fetch and not the write-back)."""
+def _moves(
+    ledger: MemoryLedger, spec: TensorSpec, on_host: bool
+) -> Iterator[tuple[Lane, float, bool]]:
+    """The transfers of a tensor for its update: (lane, rate, whether it is the fetch
+    and not the write-back).
+    """
     machine = ledger.machine
     if spec.placement.in_file:
         yield from (("files", machine.disk, True), ("files", machine.disk, False))
@@ -116,8 +138,13 @@ def _stream(ledger: MemoryLedger, buffers: Sequence[FlatParamPlan]) -> None:
     groups = [group for buffer in buffers for group in _groups(ledger, buffer)]
     fetched = deque[float]()
     for index, group in enumerate(groups):
-        for following in groups[index + len(fetched) : index + 1 + ledger.plan.streaming.read_ahead]:
-            ends = [lanes.start(lane, f"fetch {following.label}", time) for lane, time in following.fetch.items()]
+        for following in groups[
+            index + len(fetched) : index + 1 + ledger.plan.streaming.read_ahead
+        ]:
+            ends = [
+                lanes.start(lane, f"fetch {following.label}", time)
+                for lane, time in following.fetch.items()
+            ]
             fetched.append(max(ends, default=0.0))
         lanes.wait("update", fetched.popleft())
         ledger.run_python("update")

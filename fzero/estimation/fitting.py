@@ -1,11 +1,14 @@
-"""`fit`: the fastest configuration that fits into memory, and the ladder of changes with the savings and cost of each.
+"""`fit`: the fastest configuration that fits into memory, and the ladder of changes
+with the savings and cost of each.
 
-`fit` plans all combinations of stage, placement, checkpointing and bucket size that the configuration allows. It chooses the
-one that fits and is fastest in a dry run (`fzero.estimation.dry_run`) at the rates of a `fzero.graph.MachineModel`; without
-a batch, only updates compute. Between equally fast ones it chooses the one with the fewest bytes on the device; a small
-bucket, which overlaps less, is the last resort.
+`fit` plans all combinations of stage, placement, checkpointing and bucket size that the
+configuration allows. It chooses the one that fits and is fastest in a dry run
+(`fzero.estimation.dry_run`) at the rates of a `fzero.graph.MachineModel`; without a
+batch, only updates compute. Between equally fast ones it chooses the one with the
+fewest bytes on the device; a small bucket, which overlaps less, is the last resort.
 
-The *ladder* leads from the given configuration to the one that needs the least device memory, one change at a time.
+The *ladder* leads from the given configuration to the one that needs the least device
+memory, one change at a time.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The fastest configuration that fits. `print(found)` shows the ladder and the configuration.
+    """The fastest configuration that fits. `print(found)` shows the ladder and the
+    configuration.
 
     Attributes:
         limits: the memory of a rank.
@@ -64,9 +68,11 @@ class Fit:
         ladder: one change after the other.
         notes: what the search did not try or count.
         machine: the rates of one rank that its seconds are for.
-        num_samples: the number of samples of the planned micro-batch; None without a batch.
-        pipelines: the same configuration in pipelines of any number of stages, with as many samples in a step: those that fit,
-            fastest first. Only with a batch, and ZeRO stage 0 or 1 in the configuration.
+        num_samples: the number of samples of the planned micro-batch; None without a
+            batch.
+        pipelines: the same configuration in pipelines of any number of stages, with as
+            many samples in a step: those that fit, fastest first. Only with a batch,
+            and ZeRO stage 0 or 1 in the configuration.
     """
 
     limits: Limits
@@ -79,7 +85,8 @@ class Fit:
 
     @property
     def config(self) -> Keys:
-        """The configuration that fits, as in a file, with the micro-batch and the number of micro-steps that were planned.
+        """The configuration that fits, as in a file, with the micro-batch and the
+        number of micro-steps that were planned.
 
         Raises:
             ConfigError: none fits.
@@ -87,15 +94,26 @@ class Fit:
         if self.best is None:
             least = min(self.ladder, key=lambda rung: rung.device_nbytes)
             raise ConfigError(
-                f"fit: nothing fits into {self.limits.device / 1e9:.3g} GB; {least.name!r} needs the least device memory, "
-                f"{least.device_nbytes / 1e9:.3g} GB, {least.column.nbytes('host') / 1e9:.3g} GB of host memory and "
-                f"{least.column.nbytes('nvme') / 1e9:.3g} GB of files; take more ranks, a smaller model or batch, or allow files"
+                f"fit: nothing fits into {self.limits.device / 1e9:.3g} GB; {least.name!r} needs "
+                f"the least device memory, {least.device_nbytes / 1e9:.3g} GB, "
+                f"{least.column.nbytes('host') / 1e9:.3g} GB of host memory and "
+                f"{least.column.nbytes('nvme') / 1e9:.3g} GB of files; take more ranks, a smaller "
+                f"model or batch, or allow files"
             )
         keys, best = dict(self.best.column.keys), self.best.column.plan
-        if self.num_samples is None or (keys.get("elasticity") or {}).get("enabled"):  # else it chooses the sizes
+        # else it chooses the sizes
+        if self.num_samples is None or (keys.get("elasticity") or {}).get("enabled"):
             return keys
-        sizes = (self.num_samples, best.num_micro_steps, self.num_samples * best.num_micro_steps * best.world_size)
-        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+        sizes = (
+            self.num_samples,
+            best.num_micro_steps,
+            self.num_samples * best.num_micro_steps * best.world_size,
+        )
+        names = (
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "train_batch_size",
+        )
         return keys | dict(zip(names, sizes, strict=True))
 
     def save(self, path: str | Path) -> None:
@@ -106,40 +124,77 @@ class Fit:
         """The numbers as JSON types."""
 
         def as_json(rung: Rung) -> dict[str, Any]:
-            more = {"change": rung.name, "activations": rung.activations, "device": rung.device_nbytes}
-            return more | {"seconds": rung.seconds, "fits": self.limits.hold(rung)} | rung.column.as_dict()
+            more = {
+                "change": rung.name,
+                "activations": rung.activations,
+                "device": rung.device_nbytes,
+            }
+            return (
+                more
+                | {"seconds": rung.seconds, "fits": self.limits.hold(rung)}
+                | rung.column.as_dict()
+            )
 
         best = None if self.best is None else as_json(self.best)
-        found = {"best": best, "ladder": [as_json(rung) for rung in self.ladder], "notes": list(self.notes)}
+        found = {
+            "best": best,
+            "ladder": [as_json(rung) for rung in self.ladder],
+            "notes": list(self.notes),
+        }
         found["machine"] = asdict(self.machine)
         return found | {"pipelines": [one.as_dict() for one in self.pipelines]}
 
     def __rich__(self) -> Group:
         scale, unit = scale_of(max(rung.device_nbytes for rung in self.ladder))
         limit = shown(self.limits.device, scale)
-        table = Table(title=f"What fits into {limit} {unit} of a device, per rank", title_justify="left", box=None)
+        table = Table(
+            title=f"What fits into {limit} {unit} of a device, per rank",
+            title_justify="left",
+            box=None,
+        )
         for name in ("", "step of the ladder: each adds to those above"):
             table.add_column(name, no_wrap=True)
-        for name in (f"device, {unit}", "saves", f"host, {unit}", f"files, {unit}", f"sent, {unit}", "costs, s"):
+        for name in (
+            f"device, {unit}",
+            "saves",
+            f"host, {unit}",
+            f"files, {unit}",
+            f"sent, {unit}",
+            "costs, s",
+        ):
             table.add_column(name, justify="right", no_wrap=True)
         _rung_rows(table, self, scale)
         best, pipes = self.best, _pipeline_lines(self.pipelines, scale, unit)
-        assumed = "assumed, pass --rates of `fzero env --json`" if self.machine == MachineModel() else "as given"
+        assumed = (
+            "assumed, pass --rates of `fzero env --json`"
+            if self.machine == MachineModel()
+            else "as given"
+        )
         pipes.append(f"Seconds are for ranks of these rates ({assumed}): {self.machine}.")
         if best is None:
             return Group(table, "", "Nothing fits.", *pipes, *self.notes)
         where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
         of_what = "for a step" if best.activations else "besides what it computes"
-        fastest = f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s {of_what}."
+        fastest = (
+            f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s {of_what}."
+        )
         generating = best.column.generating
         note = [] if generating is None else [self._generation(generating, scale, unit)]
-        return Group(table, "", fastest, f"{best.column.step.description}.", *pipes, *self.notes, *note)
+        return Group(
+            table, "", fastest, f"{best.column.step.description}.", *pipes, *self.notes, *note
+        )
 
     def _generation(self, found: Generating, scale: float, unit: str) -> str:
         by = "copy" if found.by_copy <= self.limits.device else "unit"
-        other = "" if by == "copy" else f" (gathered once it would take {shown(found.by_copy, scale)} {unit})"
+        other = (
+            ""
+            if by == "copy"
+            else f" (gathered once it would take {shown(found.by_copy, scale)} {unit})"
+        )
         nbytes = found.by_copy if by == "copy" else found.by_unit
-        return f'Generating with by="{by}" takes {shown(nbytes, scale)} {unit} of the device{other}.'
+        return (
+            f'Generating with by="{by}" takes {shown(nbytes, scale)} {unit} of the device{other}.'
+        )
 
     def __str__(self) -> str:
         return as_text(self)
@@ -162,21 +217,27 @@ def fit(
     answers: Answers | None = None,
     progress: Progress | None = None,
 ) -> Fit:
-    """The fastest configuration that fits into a rank's memory, and the ladder to the smallest.
+    """The fastest configuration that fits into a rank's memory, and the ladder to the
+    smallest.
 
     Args:
         model: any module; on `meta` it holds no weights.
-        cfg: the initial configuration, any argument of `Config.load`; None is bf16 with an fp32 master, and AdamW. Stages below
-            its own are not tried.
+        cfg: the initial configuration, any argument of `Config.load`; None is bf16 with
+            an fp32 master, and AdamW. Stages below its own are not tried.
         world_size: number of ranks W.
-        device_nbytes, host_nbytes, disk_nbytes: the memory of one rank; leave room for uncounted allocations.
-        nvme_path: a folder for files; None tries no files, unless the configuration has a folder.
+        device_nbytes, host_nbytes, disk_nbytes: the memory of one rank; leave room for
+            uncounted allocations.
+        nvme_path: a folder for files; None tries no files, unless the configuration has
+            a folder.
         machine: the rates.
-        batch: one rank's samples of a micro-step, possibly on `meta`; with it, activations are counted, by tracing the step.
+        batch: one rank's samples of a micro-step, possibly on `meta`; with it,
+            activations are counted, by tracing the step.
         loss_fn: see `make_train_step`.
         device: where the model is; see `compare_plans`.
-        answers: what a rank generates at once between two steps, which must fit, too: by copy or by unit.
-        progress: is called before each configuration with its number, from 0, and the number of all, and at the end.
+        answers: what a rank generates at once between two steps, which must fit, too:
+            by copy or by unit.
+        progress: is called before each configuration with its number, from 0, and the
+            number of all, and at the end.
 
     Raises:
         ConfigError: the configuration is invalid, in itself or for the model.
@@ -184,10 +245,14 @@ def fit(
     """
     keys = keys_of(cfg)
     cache = None if answers is None else cache_nbytes(model, quietly(keys), answers)
-    search = Search(model, keys, world_size, machine or MachineModel(), nvme_path, batch, device, loss_fn, cache)
+    search = Search(
+        model, keys, world_size, machine or MachineModel(), nvme_path, batch, device, loss_fn, cache
+    )
     search.rung("as it is", search.start)  # raises if it is not possible
     for name, value in (("device", device_nbytes), ("host", host_nbytes), ("disk", disk_nbytes)):
-        check_kind(f"{name}_nbytes", value, int | float, "a number of bytes", "pass 80e9 for 80 GB, say")
+        check_kind(
+            f"{name}_nbytes", value, int | float, "a number of bytes", "pass 80e9 for 80 GB, say"
+        )
     limits = Limits(device_nbytes, host_nbytes, disk_nbytes)
     choices, report = list(search.choices()), progress or (lambda done, total: None)
     tried: list[Rung] = []
@@ -195,10 +260,17 @@ def fit(
         report(done, len(choices))
         tried += filter(None, [search.rung("", choice)])
     holding = (rung for rung in tried if limits.hold(rung))
-    best = min(holding, key=lambda rung: (rung.seconds, rung.choice.small, rung.device_nbytes), default=None)
+    best = min(
+        holding,
+        key=lambda rung: (rung.seconds, rung.choice.small, rung.device_nbytes),
+        default=None,
+    )
     ladder = tuple(search.ladder())
     if best is not None:
-        best = replace(best, name=next((rung.name for rung in ladder if rung.choice == best.choice), "in between"))
+        best = replace(
+            best,
+            name=next((rung.name for rung in ladder if rung.choice == best.choice), "in between"),
+        )
     pipelines: tuple[PipelinePlan, ...] = ()
     if search.activations is not None and world_size > 1 and search.start.stage <= 1:
         pipelines = best_pipelines(
@@ -226,12 +298,16 @@ def _pipeline_lines(pipelines: tuple[PipelinePlan, ...], scale: float, unit: str
     if not pipelines:
         return []
     lines = [
-        f"  {one.order.stages} stages × {one.layers.data} data ranks: {shown(one.nbytes, scale)} {unit}, "
-        f"{one.seconds:.3g} s without the update, bubble {one.bubble:.0%} of {one.order.micro_batches} micro-batches"
-        f"{', activation checkpointing' * one.checkpoints}"
+        f"  {one.order.stages} stages × {one.layers.data} data ranks: {shown(one.nbytes, scale)} "
+        f"{unit}, {one.seconds:.3g} s without the update, bubble {one.bubble:.0%} of "
+        f"{one.order.micro_batches} micro-batches{', activation checkpointing' * one.checkpoints}"
         for one in pipelines[:MOST_PIPELINES]
     ]
-    return ["", "As a pipeline, with as many samples in a step (fzero plan --pipe shows its stages):", *lines]
+    return [
+        "",
+        "As a pipeline, with as many samples in a step (fzero plan --pipe shows its stages):",
+        *lines,
+    ]
 
 
 def _rung_rows(table: Table, found: Fit, scale: float) -> None:
@@ -239,7 +315,10 @@ def _rung_rows(table: Table, found: Fit, scale: float) -> None:
         saves = shown(before.device_nbytes - rung.device_nbytes, scale) if before else ""
         costs = f"{rung.seconds - before.seconds:+.3g}" if before else f"{rung.seconds:.3g}"
         sent = sum(rung.column.sent_by_axis.values())
-        numbers = (shown(number, scale) for number in (rung.column.nbytes("host"), rung.column.nbytes("nvme"), sent))
+        numbers = (
+            shown(number, scale)
+            for number in (rung.column.nbytes("host"), rung.column.nbytes("nvme"), sent)
+        )
         table.add_row(sign, name, shown(rung.device_nbytes, scale), saves, *numbers, costs)
 
     best = found.best

@@ -1,4 +1,6 @@
-"""The bytes that a rank holds while it generates (`fzero.generating`): the full parameters, and the cache of keys and values."""
+"""The bytes that a rank holds while it generates (`fzero.generating`): the full
+parameters, and the cache of keys and values.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from sharding.views import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers that a rank generates at once: their number, and the tokens of prompt and answer of each."""
+    """The answers that a rank generates at once: their number, and the tokens of prompt
+    and answer of each.
+    """
 
     rows: int
     tokens: int
@@ -30,12 +34,14 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Generating:
-    """Bytes on the device between two steps, while a rank generates. Activations of a forward are not counted.
+    """Bytes on the device between two steps, while a rank generates. Activations of a
+    forward are not counted.
 
     Attributes:
         state: the bytes of the model state.
         copy: the bytes of the divided parameters in full (`by="copy"`).
-        gathers: the bytes of the units that are gathered at once (`by="unit"`), at the most.
+        gathers: the bytes of the units that are gathered at once (`by="unit"`), at the
+            most.
         cache: the bytes of the keys and values of all tokens.
     """
 
@@ -66,11 +72,13 @@ class Generating:
 
 
 def cache_nbytes(model: nn.Module, cfg: Config | Any, answers: Answers) -> int:
-    """The bytes of the keys and values of `answers`, read off a forward of the model on tensors without memory.
+    """The bytes of the keys and values of `answers`, read off a forward of the model on
+    tensors without memory.
 
     Args:
-        model: a model of transformers that returns `past_key_values`, or the plain GPT of a number of parameters, of which each
-            block would keep a key and a value for each token.
+        model: a model of transformers that returns `past_key_values`, or the plain GPT
+            of a number of parameters, of which each block would keep a key and a value
+            for each token.
         cfg: gives the dtypes.
 
     Raises:
@@ -78,17 +86,30 @@ def cache_nbytes(model: nn.Module, cfg: Config | Any, answers: Answers) -> int:
 
     >>> with torch.device("meta"):
     ...     model = PlainGPT(3, 128, 50)
-    >>> cache_nbytes(model, {"bf16": {"enabled": True}}, Answers(2, 10))  # 2 tensors x 3 blocks x 2 x 10 x 128, 2 bytes each
+    >>> cache_nbytes(
+    ...     model, {"bf16": {"enabled": True}}, Answers(2, 10)
+    ... )  # 2 tensors x 3 blocks x 2 x 10 x 128, 2 bytes each
     30720
     """
     cfg = Config.load(cfg)
     with faked(model, cfg) as (layout, params, buffers):
         if isinstance(model, PlainGPT):
             x = params["embedding.weight"]
-            return 2 * len(model.blocks) * answers.rows * answers.tokens * x.shape[1] * x.element_size()
+            return (
+                2
+                * len(model.blocks)
+                * answers.rows
+                * answers.tokens
+                * x.shape[1]
+                * x.element_size()
+            )
         ids = torch.zeros((answers.rows, answers.tokens), dtype=torch.int64)
         precision = cfg.precision
-        casts = torch.autocast("cpu", torch_dtype(precision.autocast)) if precision.autocast else nullcontext()
+        casts = (
+            torch.autocast("cpu", torch_dtype(precision.autocast))
+            if precision.autocast
+            else nullcontext()
+        )
         mode = [(module, module.training) for module in model.modules()]
         try:
             with (
@@ -107,14 +128,16 @@ def cache_nbytes(model: nn.Module, cfg: Config | Any, answers: Answers) -> int:
         cache = getattr(out, "past_key_values", None)
         if cache is None:
             raise _no_cache(model, "its output has none")
-        found = {x.untyped_storage()._cdata: x for x in _tensors(cache, set()) if x.dim() > 1}  # others count tokens
+        # others count tokens
+        found = {x.untyped_storage()._cdata: x for x in _tensors(cache, set()) if x.dim() > 1}
         return sum(x.numel() * x.element_size() for x in found.values())
 
 
 def _no_cache(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
-        f"generate: {type(model).__name__} must take input_ids and use_cache, and return past_key_values, which are counted "
-        f"({reason}); leave --generate out, and add the bytes of the copy (Plan.copy_nbytes) and of your cache"
+        f"generate: {type(model).__name__} must take input_ids and use_cache, and return "
+        f"past_key_values, which are counted ({reason}); leave --generate out, and add the bytes "
+        f"of the copy (Plan.copy_nbytes) and of your cache"
     )
 
 

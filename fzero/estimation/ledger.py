@@ -1,8 +1,9 @@
-"""`MemoryLedger`: the bytes in use, by purpose, and the busy lanes during a dry run (`fzero.estimation.dry_run`).
+"""`MemoryLedger`: the bytes in use, by purpose, and the busy lanes during a dry run
+(`fzero.estimation.dry_run`).
 
-Every flat buffer that is taken is given back. On the CPU a returned buffer stays in a pool for the next use of its size
-(`fzero.storage.shard_io.BufferPool`), and counts as `kept`. A transfer occupies a lane for its bytes at the rate of the
-`MachineModel`.
+Every flat buffer that is taken is given back. On the CPU a returned buffer stays in a
+pool for the next use of its size (`fzero.storage.shard_io.BufferPool`), and counts as
+`kept`. A transfer occupies a lane for its bytes at the rate of the `MachineModel`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from sharding import TensorSpec
 from sharding.dtypes import itemsize
 
 Device = Literal["cuda", "cpu"]
-"""Where the model is. On the CPU, host memory is the device's memory, and returned buffers stay in a pool."""
+"""Where the model is. On the CPU, host memory is the device's memory, and returned
+buffers stay in a pool.
+"""
 
 
 PYTHON = {"event": 5, "collective": 15, "update": 12}
-"""The Python of a step itself, as so many operators, for each event of a unit, collective, and update of a flat buffer: measured
-on a CPU, with small and large units, as the time of a step beyond its operators, transfers and updates."""
+"""The Python of a step itself, as so many operators, for each event of a unit,
+collective, and update of a flat buffer: measured on a CPU, with small and large units,
+as the time of a step beyond its operators, transfers and updates."""
 
 
 class MemorySample(NamedTuple):
@@ -39,10 +43,16 @@ class MemorySample(NamedTuple):
 
 
 class MemoryLedger:
-    """The bytes in use over time. `label` names the running phase; `free` counts pooled buffers by (numel, itemsize)."""
+    """The bytes in use over time. `label` names the running phase; `free` counts pooled
+    buffers by (numel, itemsize).
+    """
 
     def __init__(
-        self, plan: Plan, machine: MachineModel, device: Device, kept: Counter[tuple[int, int]] | None = None
+        self,
+        plan: Plan,
+        machine: MachineModel,
+        device: Device,
+        kept: Counter[tuple[int, int]] | None = None,
     ) -> None:
         self.plan, self.machine, self.device = plan, machine, device
         self.lanes = Lanes(overlap=machine.overlap)
@@ -54,7 +64,9 @@ class MemoryLedger:
         self._held["kept"] = sum(num * numel * size for (numel, size), num in self.free.items())
 
     def write(self, activations: int | None = None) -> None:
-        """Appends a sample of the bytes in use; `activations` None keeps the last value."""
+        """Appends a sample of the bytes in use; `activations` None keeps the last
+        value.
+        """
         self.activations = self.activations if activations is None else activations
         held = {name: nbytes for name, nbytes in self._held.items() if nbytes}
         if self.activations:
@@ -88,7 +100,9 @@ class MemoryLedger:
         return spec.local_nbytes(self.plan.mesh)
 
     def touch(self, nbytes: int, label: str = "", *, rate: float | None = None) -> None:
-        """The device reads and writes `nbytes` of memory, at the rate of memory or at another one."""
+        """The device reads and writes `nbytes` of memory, at the rate of memory or at
+        another one.
+        """
         self.lanes.compute(label or self.label, nbytes / (rate or self.machine.memory))
 
     def run_python(self, what: str) -> None:
@@ -96,17 +110,29 @@ class MemoryLedger:
         self.lanes.compute(self.label, PYTHON[what] * self.machine.operator)
 
     def send(
-        self, label: str, numel: int, axes: Sequence[str], dtype: str, *, hooks: Mapping[str, CommHook] = {},
+        self,
+        label: str,
+        numel: int,
+        axes: Sequence[str],
+        dtype: str,
+        *,
+        hooks: Mapping[str, CommHook] = {},
         after: float = 0.0,
-    ) -> float:  # fmt: skip
-        """A collective along each axis in turn, with the bytes of `Plan.sent_nbytes_by_axis`. Returns its end time."""
-        for axis, message in zip(axes, messages(numel, map(self.plan.mesh.axis_size, axes)), strict=True):
+    ) -> float:
+        """A collective along each axis in turn, with the bytes of
+        `Plan.sent_nbytes_by_axis`. Returns its end time.
+        """
+        for axis, message in zip(
+            axes, messages(numel, map(self.plan.mesh.axis_size, axes)), strict=True
+        ):
             if not message.num_others:
                 continue
             self.run_python("collective")
             nbytes = in_bytes(message.numel, dtype, hooks.get(axis)) * message.num_others
             seconds = self.machine.latency + nbytes / self.machine.network
-            after = self.lanes.start("collective", label, seconds, after=after, nbytes=nbytes, axis=axis)
+            after = self.lanes.start(
+                "collective", label, seconds, after=after, nbytes=nbytes, axis=axis
+            )
         return after
 
     def is_here(self, spec: TensorSpec) -> bool:
@@ -114,26 +140,40 @@ class MemoryLedger:
         return spec.placement.is_here(self.device)
 
     def fetch(self, spec: TensorSpec, nbytes: int, label: str) -> float:
-        """Copies an offloaded tensor from host memory or a file to the device. Returns the end time."""
+        """Copies an offloaded tensor from host memory or a file to the device. Returns
+        the end time.
+        """
         if self.is_here(spec):
             return 0.0
         end = 0.0
         if spec.placement.in_file:
             end = self.lanes.start("files", label, nbytes / self.machine.disk)
-        return end if self.device == "cpu" else self.lanes.start("host", label, nbytes / self.machine.host, after=end)
+        return (
+            end
+            if self.device == "cpu"
+            else self.lanes.start("host", label, nbytes / self.machine.host, after=end)
+        )
 
     def copy_inputs(self, leaves: int, returns: int) -> None:
-        """Copies inputs of checkpointed modules to host memory and back, on the compute stream, which waits for them."""
+        """Copies inputs of checkpointed modules to host memory and back, on the compute
+        stream, which waits for them.
+        """
         copies: dict[Lane, int] = {"back": leaves, "host": returns}
         for lane, nbytes in copies.items():
             if nbytes:
-                self.lanes.wait("inputs", self.lanes.start(lane, "inputs", nbytes / self.machine.host))
+                self.lanes.wait(
+                    "inputs", self.lanes.start(lane, "inputs", nbytes / self.machine.host)
+                )
 
     def write_back(self, spec: TensorSpec, nbytes: int, label: str, *, adds: bool = False) -> float:
-        """Copies from the device to where a tensor is offloaded, or adds to it there. Returns the end time."""
+        """Copies from the device to where a tensor is offloaded, or adds to it there.
+        Returns the end time.
+        """
         end = 0.0
         if self.device == "cuda":
             end = self.lanes.start("back", label, nbytes / self.machine.host)
         if spec.placement.in_file:
-            end = self.lanes.start("files", label, nbytes * (1 + adds) / self.machine.disk, after=end)
+            end = self.lanes.start(
+                "files", label, nbytes * (1 + adds) / self.machine.disk, after=end
+            )
         return end

@@ -1,10 +1,12 @@
-"""`named`: the model that a word of the command line names, as a module on `meta`, without weights or downloads.
+"""`named`: the model that a word of the command line names, as a module on `meta`,
+without weights or downloads.
 
-7B, 350M, 1.3e9            a plain GPT with this many parameters to 2 %, and a vocabulary of 32,000 (smaller below 8.39M)
-pkg.mod:fn                 what the function returns, called without arguments; or a module of that name
-config.json, a folder      a configuration of transformers
-LlamaForCausalLM           a class of transformers, with the defaults of its configuration; LlamaConfig is the same
-LlamaForCausalLM,num_hidden_layers=4,hidden_size=512    the same with other sizes
+7B, 350M, 1.3e9 a plain GPT with this many parameters to 2 %, and a vocabulary of 32,000
+(smaller below 8.39M) pkg.mod:fn what the function returns, called without arguments; or
+a module of that name config.json, a folder a configuration of transformers
+LlamaForCausalLM a class of transformers, with the defaults of its configuration;
+LlamaConfig is the same LlamaForCausalLM,num_hidden_layers=4,hidden_size=512 the same
+with other sizes
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class NamedModel:
     @property
     def description(self) -> str:
         """Its description in words."""
-        scale, letter = next((s, n) for n, s in reversed(SCALES.items()) if self.num_params >= s or s == 1)
+        scale, letter = next(
+            (s, n) for n, s in reversed(SCALES.items()) if self.num_params >= s or s == 1
+        )
         return f"{self.what}: {self.num_params / scale:.4g}{letter} parameters"
 
 
@@ -74,7 +78,8 @@ def named(word: str) -> NamedModel:
 
 
 def sample_of(model: nn.Module, batch: int, sequence: int) -> dict[str, Tensor]:
-    """A batch of token ids and labels on `meta`, (batch, sequence) each, for a model that takes both.
+    """A batch of token ids and labels on `meta`, (batch, sequence) each, for a model
+    that takes both.
 
     Raises:
         ModelError: the model takes other arguments.
@@ -82,15 +87,18 @@ def sample_of(model: nn.Module, batch: int, sequence: int) -> dict[str, Tensor]:
     takes = inspect.signature(model.forward).parameters
     if not {"input_ids", "labels"} <= set(takes):
         raise ModelError(
-            f"model: {type(model).__name__} must take input_ids and labels for --batch and --sequence, got "
-            f"{', '.join(takes)}; pass a function that makes a batch, --sample pkg.mod:fn"
+            f"model: {type(model).__name__} must take input_ids and labels for --batch and "
+            f"--sequence, got {', '.join(takes)}; pass a function that makes a batch, --sample "
+            f"pkg.mod:fn"
         )
     tokens = torch.empty((batch, sequence), dtype=torch.int64, device="meta")
     return {"input_ids": tokens, "labels": tokens}
 
 
 def filled(model: nn.Module, device: str) -> nn.Module:
-    """The model on `device`, with small random values if any tensor is on `meta`, else with its own."""
+    """The model on `device`, with small random values if any tensor is on `meta`, else
+    with its own.
+    """
     if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
         model = model.to_empty(device=device)
         with torch.no_grad():
@@ -102,7 +110,8 @@ def filled(model: nn.Module, device: str) -> nn.Module:
 
 
 def sample_from(word: str) -> Any:
-    """The batch that the function at an import path returns; its tensors may be on `meta`.
+    """The batch that the function at an import path returns; its tensors may be on
+    `meta`.
 
     Raises:
         ModelError: there is no such function, or it fails.
@@ -110,7 +119,7 @@ def sample_from(word: str) -> Any:
     return _called(word, "sample", "a function without arguments that returns a batch")
 
 
-# --- a plain GPT -------------------------------------------------------------------------------------------------
+# --- a plain GPT ----------------------------------------------------------------------------------
 
 
 class TransformerBlock(nn.Module):
@@ -134,7 +143,9 @@ class TransformerBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """A GPT with an untied head and without position embeddings (negligible in size); returns the loss."""
+    """A GPT with an untied head and without position embeddings (negligible in size);
+    returns the loss.
+    """
 
     def __init__(self, depth: int, width: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
@@ -162,10 +173,11 @@ def _gpt(count: float) -> NamedModel:
 
 
 def shape_of(count: float) -> tuple[int, int, int]:
-    """Depth, width and vocabulary of a GPT with `count` parameters to 2 %, from 1e5 to 1e14.
+    """Depth, width and vocabulary of a GPT with `count` parameters to 2 %, from 1e5 to
+    1e14.
 
-    Among such shapes, the one whose width over depth is nearest to `ASPECT`. A count too small for the full vocabulary gives
-    one block and as many tokens as fit.
+    Among such shapes, the one whose width over depth is nearest to `ASPECT`. A count
+    too small for the full vocabulary gives one block and as many tokens as fit.
 
     >>> shape_of(1e5), shape_of(3.5e8)
     ((1, 64, 390), (17, 1152, 32000))
@@ -187,13 +199,15 @@ def shape_of(count: float) -> tuple[int, int, int]:
     return depth, width, VOCABULARY
 
 
-# --- import paths and transformers -------------------------------------------------------------------------------
+# --- import paths and transformers ----------------------------------------------------------------
 
 
 def _imported(word: str) -> NamedModel:
     made = _called(word, "model", "a function without arguments that returns a module")
     if not isinstance(made, nn.Module):
-        raise ModelError(f"model: {word!r} must be a torch.nn.Module, got {type(made).__name__}; return one")
+        raise ModelError(
+            f"model: {word!r} must be a torch.nn.Module, got {type(made).__name__}; return one"
+        )
     return NamedModel(made, f"{type(made).__name__} of {word}")
 
 
@@ -210,8 +224,8 @@ def _called(word: str, field: str, what: str) -> Any:
                 made = made()
     except Exception as error:
         raise ModelError(
-            f"{field}: {word!r} must name {what}, got {type(error).__name__}: {error}; correct it, or name another as in "
-            f"pkg.mod:fn"
+            f"{field}: {word!r} must name {what}, got {type(error).__name__}: {error}; correct it, "
+            f"or name another as in pkg.mod:fn"
         ) from error
     return made
 
@@ -228,33 +242,44 @@ def _transformers() -> Any:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Skips the initial values of tensors on `meta`, which would cost torch seconds of imports."""
+    """Skips the initial values of tensors on `meta`, which would cost torch seconds of
+    imports.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.arange:  # on `meta` it is implemented in Python, and imports all of sympy
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
-        filled = kwargs.get("tensor", args[0] if args else None)  # torch.nn.init passes it by keyword
+        # torch.nn.init passes it by keyword
+        filled = kwargs.get("tensor", args[0] if args else None)
         is_filling = getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_")
-        return filled if is_filling and isinstance(filled, Tensor) and filled.is_meta else func(*args, **kwargs)
+        return (
+            filled
+            if is_filling and isinstance(filled, Tensor) and filled.is_meta
+            else func(*args, **kwargs)
+        )
 
 
 def _of_file(path: Path) -> NamedModel:
     try:
         given = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"model: {str(path)!r} must be a JSON file, got {error}; correct the file") from None
+        raise ModelError(
+            f"model: {str(path)!r} must be a JSON file, got {error}; correct the file"
+        ) from None
     if not isinstance(given, Mapping) or "model_type" not in given:
         raise ModelError(
-            f"model: {str(path)!r} must be a configuration of transformers with a 'model_type', got none; pass the "
-            f"config.json of a model, and fzero's own configuration as --config"
+            f"model: {str(path)!r} must be a configuration of transformers with a 'model_type', "
+            f"got none; pass the config.json of a model, and fzero's own configuration as --config"
         )
     transformers = _transformers()
     fields = dict(given)
     try:
         config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:
-        raise ModelError(f"model: {str(path)!r}: transformers rejects it: {error}; correct the file") from error
+        raise ModelError(
+            f"model: {str(path)!r}: transformers rejects it: {error}; correct the file"
+        ) from error
     names = given.get("architectures") or []
     return _built(getattr(transformers, names[0], None) if names else None, config, str(path))
 
@@ -265,20 +290,25 @@ def _of_class(word: str) -> NamedModel:
     cls = getattr(transformers, name, None) if name.isidentifier() else None
     if cls is None or not isinstance(cls, type):
         raise ModelError(
-            f"model: {word!r} must be a count of parameters (7B), an import path (pkg.mod:fn), the config.json of a model, or "
-            f"the name of a class of transformers (LlamaForCausalLM), got none of these; nothing is downloaded, so pass "
-            f"the config.json of a model on a hub"
+            f"model: {word!r} must be a count of parameters (7B), an import path (pkg.mod:fn), the "
+            f"config.json of a model, or the name of a class of transformers (LlamaForCausalLM), "
+            f"got none of these; nothing is downloaded, so pass the config.json of a model on a hub"
         )
     if issubclass(cls, transformers.PretrainedConfig):
         return _built(None, _sized(cls, sizes, word), word)
     config_class: Any = getattr(cls, "config_class", None)
     if config_class is None:
-        raise ModelError(f"model: {word!r} must be a model or a configuration of transformers, got neither; name one")
+        raise ModelError(
+            f"model: {word!r} must be a model or a configuration of transformers, got neither; "
+            f"name one"
+        )
     return _built(cls, _sized(config_class, sizes, word), word)
 
 
 def _sized(config_class: Any, sizes: list[str], word: str) -> Any:
-    """A configuration of transformers with its defaults, but for `key=value` of JSON values."""
+    """A configuration of transformers with its defaults, but for `key=value` of JSON
+    values.
+    """
     default, own = config_class(), dict[str, Any]()
     for size in sizes:
         key, _, value = size.partition("=")
@@ -286,7 +316,8 @@ def _sized(config_class: Any, sizes: list[str], word: str) -> Any:
             near = get_close_matches(key, vars(default), 1)
             hint = f"; did you mean {near[0]}?" if near else "; name one"
             raise ModelError(
-                f"model: {word!r}: {key!r} must be an attribute of {config_class.__name__}, got none{hint}"
+                f"model: {word!r}: {key!r} must be an attribute of {config_class.__name__}, got "
+                f"none{hint}"
             )
         try:
             own[key] = json.loads(value)
@@ -308,5 +339,7 @@ def _built(cls: Any, config: Any, source: str) -> NamedModel:
                 model = transformers.AutoModel.from_config(config)
     except Exception as error:
         fix = "correct the configuration"
-        raise ModelError(f"model: {source!r}: transformers cannot build it: {error}; {fix}") from error
+        raise ModelError(
+            f"model: {source!r}: transformers cannot build it: {error}; {fix}"
+        ) from error
     return NamedModel(model.train(), f"{type(model).__name__} of {source}")

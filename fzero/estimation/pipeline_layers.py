@@ -1,7 +1,9 @@
-"""The costs of a model's layers for one micro-batch, from a trace: seconds, state, stored and sent bytes.
+"""The costs of a model's layers for one micro-batch, from a trace: seconds, state,
+stored and sent bytes.
 
-A trace (`fzero.estimation.activation_trace`) has events of parameters. `layer_costs` cuts it where the forward goes from a layer
-to the next: by default from one unit of the plan to the next one. `estimate_layers` does so for the layers of a `PipelineModule`;
+A trace (`fzero.estimation.activation_trace`) has events of parameters. `layer_costs`
+cuts it where the forward goes from a layer to the next: by default from one unit of the
+plan to the next one. `estimate_layers` does so for the layers of a `PipelineModule`;
 its result is a `partition_method`.
 """
 
@@ -30,13 +32,15 @@ from fzero.plans.plan_spec import plan
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayers:
-    """The layers of a model on one rank, in the order of the forward, with their costs for one micro-batch.
+    """The layers of a model on one rank, in the order of the forward, with their costs
+    for one micro-batch.
 
     Attributes:
         names: the unit of each layer.
         costs: the costs of each layer; its state is that of a rank among `data` ranks.
         numels: parameters of each layer.
-        sent: bytes that a rank sends after the last backward for the parameters of each layer.
+        sent: bytes that a rank sends after the last backward for the parameters of each
+            layer.
         data: the number of ranks that share a stage.
     """
 
@@ -95,7 +99,9 @@ def layer_costs(
     )
 
 
-def _visits(trace: ActivationTrace, machine: MachineModel, layer_of: Callable[[str], str]) -> list[_Layer]:
+def _visits(
+    trace: ActivationTrace, machine: MachineModel, layer_of: Callable[[str], str]
+) -> list[_Layer]:
     """Time and memory of the layers, from the events of their parameters."""
     layers, place, before, in_forward = list[_Layer](), 0, 0, True
     seconds_before = 0.0  # time before the first layer
@@ -115,7 +121,9 @@ def _visits(trace: ActivationTrace, machine: MachineModel, layer_of: Callable[[s
             held = before
         else:
             with_it = [index for index, layer in enumerate(layers) if event.name in layer.params]
-            place = max((index for index in with_it if index <= place), default=max(with_it, default=place))
+            place = max(
+                (index for index in with_it if index <= place), default=max(with_it, default=place)
+            )
             layers[place].backward += seconds
             held = sum(layer.stored for layer in layers[: place + 1])
         layers[place].working = max(layers[place].working, event.most - held)
@@ -125,13 +133,17 @@ def _visits(trace: ActivationTrace, machine: MachineModel, layer_of: Callable[[s
 
 
 def _of_params(planned: Plan) -> tuple[dict[str, float], dict[str, int], dict[str, float]]:
-    """By parameter: bytes of state on the device, elements, and bytes that a rank sends in a step."""
+    """By parameter: bytes of state on the device, elements, and bytes that a rank sends
+    in a step.
+    """
     state, numels, sent = dict[str, float](), dict[str, int](), dict[str, float]()
     total = sum(buffer.layout.numel for buffer in planned.flat_buffers if buffer.trainable)
     sent_nbytes = sum(planned.sent_nbytes_per_step.values())
     for buffer in planned.flat_buffers:
         specs = [leaf.spec for leaf in planned.leaves(buffer)]
-        nbytes = sum(spec.local_nbytes(planned.mesh) for spec in specs if not spec.placement.is_away)
+        nbytes = sum(
+            spec.local_nbytes(planned.mesh) for spec in specs if not spec.placement.is_away
+        )
         for name in buffer.layout.names:
             numel = math.prod(buffer.layout.shape(name))
             numels[name] = numel
@@ -141,7 +153,9 @@ def _of_params(planned: Plan) -> tuple[dict[str, float], dict[str, int], dict[st
 
 
 def _output(layers: Sequence[_Layer], index: int, sizes: Mapping[str, tuple[int, int]]) -> int:
-    """Bytes that go from a layer to the next: what its module returns, or what the module of the next one takes."""
+    """Bytes that go from a layer to the next: what its module returns, or what the
+    module of the next one takes.
+    """
     if layers[index].unit in sizes:
         return sizes[layers[index].unit][1]
     following = layers[index + 1].unit if index + 1 < len(layers) else ""
@@ -149,25 +163,37 @@ def _output(layers: Sequence[_Layer], index: int, sizes: Mapping[str, tuple[int,
 
 
 class TracedLayers:
-    """A model that is traced once for one micro-batch; `of` has its layers on any number of ranks that share a stage.
+    """A model that is traced once for one micro-batch; `of` has its layers on any
+    number of ranks that share a stage.
 
     Args:
-        model: a module, whose units are the layers; or a `PipelineModule`, which needs no weights.
+        model: a module, whose units are the layers; or a `PipelineModule`, which needs
+            no weights.
         cfg: the configuration of the step.
-        batch: one rank's samples of a micro-batch, possibly on `meta`; of a `PipelineModule` (inputs, labels).
+        batch: one rank's samples of a micro-batch, possibly on `meta`; of a
+            `PipelineModule` (inputs, labels).
         machine: the rates.
-        loss_fn: see `make_train_step`; of a `PipelineModule` `loss_fn(outputs, labels)`. None takes its own.
+        loss_fn: see `make_train_step`; of a `PipelineModule`
+            `loss_fn(outputs, labels)`. None takes its own.
         device: where the layers are.
         trace: the trace of the same model, configuration and batch, where there is one.
 
     Raises:
-        ValueError: the `PipelineModule` has no loss function, or the model does not run on the batch.
+        ValueError: the `PipelineModule` has no loss function, or the model does not run
+            on the batch.
     """
 
     def __init__(
-        self, model: nn.Module, cfg: Config, batch: Any, machine: MachineModel | None = None, *, loss_fn: Any = None,
-        device: Device = "cuda", trace: ActivationTrace | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        cfg: Config,
+        batch: Any,
+        machine: MachineModel | None = None,
+        *,
+        loss_fn: Any = None,
+        device: Device = "cuda",
+        trace: ActivationTrace | None = None,
+    ) -> None:
         self.module = model if isinstance(model, PipelineModule) else None
         if self.module is not None:
             model, loss_fn = (
@@ -175,38 +201,59 @@ class TracedLayers:
                 loss_fn or self.module.loss_fn,
             )
             if loss_fn is None:
-                raise ValueError("loss_fn: a planned pipeline must have one, got None; pass loss_fn to PipelineModule")
+                raise ValueError(
+                    "loss_fn: a planned pipeline must have one, got None; pass loss_fn to "
+                    "PipelineModule"
+                )
             loss_fn = partial(_loss_of_pair, loss_fn)
         self.model, self.cfg, self.machine = model, cfg, machine or MachineModel()
         self.trace = trace or trace_activations(model, cfg, batch, loss_fn=loss_fn, device=device)
 
     def of(self, data: int) -> PlannedLayers:
-        """The layers on one of `data` ranks that share a stage. A callable without parameters counts in the layer before it."""
-        sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        # The numbers of samples are those of all ranks together. Gradients are kept from one micro-batch to the next, as with
-        # gradient accumulation.
+        """The layers on one of `data` ranks that share a stage. A callable without
+        parameters counts in the layer before it.
+        """
+        sizes = (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        )
+        # The numbers of samples are those of all ranks together. Gradients are kept from one
+        # micro-batch to the next, as with gradient accumulation.
         cfg = self.cfg.model_copy(update=dict.fromkeys(sizes) | {"gradient_accumulation_steps": 2})
         planned = plan(self.model, cfg, world_size=data)
         found = layer_costs(planned, self.trace, self.machine, _layer_of if self.module else None)
         return found if self.module is None else _of_module(self.module, found)
 
     def blocks(self, start: int, stop: int) -> Sequence[tuple[int, int, bool]]:
-        """The blocks of a chunk of a `PipelineModule`, as (start, stop, whether the backward runs it again)."""
+        """The blocks of a chunk of a `PipelineModule`, as (start, stop, whether the
+        backward runs it again).
+        """
         if self.module is None:
             return ()
         assert isinstance(self.model, StageLayers)
-        return self.module.checkpoint_ranges(start, stop, [call for _, call in self.model.calls(start, stop)])
+        return self.module.checkpoint_ranges(
+            start, stop, [call for _, call in self.model.calls(start, stop)]
+        )
 
 
-def _loss_of_pair(loss_fn: Callable[[Any, Any], Any], model: Callable[[Any], Any], batch: tuple[Any, Any]) -> Any:
+def _loss_of_pair(
+    loss_fn: Callable[[Any, Any], Any], model: Callable[[Any], Any], batch: tuple[Any, Any]
+) -> Any:
     return loss_fn(model(batch[0]), batch[1])
 
 
-def recomputed(costs: Sequence[LayerCost], blocks: Sequence[tuple[int, int, bool]]) -> list[LayerCost]:
-    """The costs of all layers, of which some blocks keep only their input for the backward, and run again in it.
+def recomputed(
+    costs: Sequence[LayerCost], blocks: Sequence[tuple[int, int, bool]]
+) -> list[LayerCost]:
+    """The costs of all layers, of which some blocks keep only their input for the
+    backward, and run again in it.
 
     >>> costs = [LayerCost(1, 2, stored_nbytes=5, output_nbytes=1)] * 3
-    >>> [(cost.backward, cost.stored_nbytes, cost.working_nbytes) for cost in recomputed(costs, [(1, 3, True)])]
+    >>> [
+    ...     (cost.backward, cost.stored_nbytes, cost.working_nbytes)
+    ...     for cost in recomputed(costs, [(1, 3, True)])
+    ... ]
     [(2, 5, 0), (3, 1, 10), (3, 0, 0)]
     """
     found = list(costs)
@@ -218,7 +265,8 @@ def recomputed(costs: Sequence[LayerCost], blocks: Sequence[tuple[int, int, bool
             if cost.backward:
                 changes["weight_share"] = cost.weight_share * cost.backward / changes["backward"]
             if index == start:
-                held = costs[start - 1].output_nbytes if start else 0  # the first layer's input is the batch
+                # the first layer's input is the batch
+                held = costs[start - 1].output_nbytes if start else 0
                 changes |= {"stored_nbytes": held, "working_nbytes": stored + cost.working_nbytes}
             found[index] = replace(cost, **changes)
     return found
@@ -236,16 +284,20 @@ def pipeline_config(cfg: Any) -> Config:
     found = quietly(keys)
     if found.zero_optimization.row.number == 2:
         raise ConfigError(
-            "zero_optimization.stage: must be 0, 1 or 3 with a pipeline, got 2, which would reduce in every micro-batch; set "
-            "stage to 1"
+            "zero_optimization.stage: must be 0, 1 or 3 with a pipeline, got 2, which would reduce "
+            "in every micro-batch; set stage to 1"
         )
     return of_stages(found)
 
 
 def of_stages(cfg: Config) -> Config:
-    """The configuration by which a stage's costs are counted: in ZeRO stage 3 parameters are gathered for the step, as in 1."""
+    """The configuration by which a stage's costs are counted: in ZeRO stage 3
+    parameters are gathered for the step, as in 1.
+    """
     zero = cfg.zero_optimization
-    return cfg.model_copy(update={"zero_optimization": zero.model_copy(update={"stage": min(zero.row.number, 1)})})
+    return cfg.model_copy(
+        update={"zero_optimization": zero.model_copy(update={"stage": min(zero.row.number, 1)})}
+    )
 
 
 def estimate_layers(
@@ -257,13 +309,16 @@ def estimate_layers(
     machine: MachineModel | None = None,
     device: Device = "cuda",
 ) -> tuple[LayerCost, ...]:
-    """The cost of each layer of a `PipelineModule`, by a trace on fake tensors; a `partition_method` of the module.
+    """The cost of each layer of a `PipelineModule`, by a trace on fake tensors; a
+    `partition_method` of the module.
 
-    A callable without parameters costs nothing here: its work counts in the layer before it.
+    A callable without parameters costs nothing here: its work counts in the layer
+    before it.
 
     Args:
         model: with a loss function.
-        cfg: any argument of `Config.load`; None is bf16 with an fp32 master, and AdamW. Without a ZeRO stage it is 1.
+        cfg: any argument of `Config.load`; None is bf16 with an fp32 master, and AdamW.
+            Without a ZeRO stage it is 1.
         batch: inputs and labels of a micro-batch, possibly on `meta`.
         data: the number of ranks that share a stage.
         machine: the rates.
@@ -277,7 +332,9 @@ def estimate_layers(
 
 
 def _layer_of(name: str) -> str:
-    """The layer of a parameter: `3` of `3.inner.weight`, `tied_modules.embed` of `tied_modules.embed.weight`."""
+    """The layer of a parameter: `3` of `3.inner.weight`, `tied_modules.embed` of
+    `tied_modules.embed.weight`.
+    """
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "tied_modules" else parts[0]
 
@@ -297,7 +354,11 @@ def _of_module(model: PipelineModule, found: PlannedLayers) -> PlannedLayers:
         if index in places:
             place = places.index(index)
             costs.append(found.costs[place])
-            numels[index], sent[index], nbytes = found.numels[place], found.sent[place], costs[-1].output_nbytes
+            numels[index], sent[index], nbytes = (
+                found.numels[place],
+                found.sent[place],
+                costs[-1].output_nbytes,
+            )
         else:
             costs.append(LayerCost(0.0, 0.0, output_nbytes=nbytes))
     return PlannedLayers(tuple(names), tuple(costs), tuple(numels), tuple(sent), found.data)

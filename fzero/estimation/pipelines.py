@@ -1,15 +1,20 @@
-"""`plan_pipeline`: stages, bubble, seconds and bytes of a pipeline, predicted from a trace of the model, for any number of ranks.
+"""`plan_pipeline`: stages, bubble, seconds and bytes of a pipeline, predicted from a
+trace of the model, for any number of ranks.
 
     planned = plan_pipeline(model, cfg, stages=8, world_size=1024, batch=batch, micro_batches=64)
     print(planned)                            # a row for each stage; the bubble, the seconds, the largest stage
 
-1. A trace (`trace_activations`) gives the operators of one micro-batch. They are divided among *layers*: the units of the plan,
-   in the order in which the forward uses them (`layer_costs`). A unit that is used in two places is two layers.
-2. The layers are cut so that the slowest stage is fastest (`partition_by_cost`), or by given bounds.
-3. The timeline of an order (`fzero.pipeline.timeline`) gives the seconds and the bytes. After its last backward, each stage
-   reduces its gradients over its data ranks. The update itself takes no time here.
+1. A trace (`trace_activations`) gives the operators of one micro-batch. They are
+   divided among *layers*: the units of the plan, in the order in which the forward uses
+   them (`layer_costs`). A unit that is used in two places is two layers.
+2. The layers are cut so that the slowest stage is fastest (`partition_by_cost`), or by
+  given bounds.
+3. The timeline of an order (`fzero.pipeline.timeline`) gives the seconds and the bytes.
+   After its last backward, each stage reduces its gradients over its data ranks. The
+   update itself takes no time here.
 
-The ZeRO stage is 0, 1 or 3, which gathers once in a step and so costs as 1; in stage 2 every micro-batch would reduce.
+The ZeRO stage is 0, 1 or 3, which gathers once in a step and so costs as 1; in stage 2
+every micro-batch would reduce.
 """
 
 from __future__ import annotations
@@ -30,7 +35,13 @@ from fzero.config.files import changed
 from fzero.estimation.activation_trace import Activations
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.ledger import Device
-from fzero.estimation.pipeline_layers import PlannedLayers, TracedLayers, of_stages, pipeline_config, recomputed
+from fzero.estimation.pipeline_layers import (
+    PlannedLayers,
+    TracedLayers,
+    of_stages,
+    pipeline_config,
+    recomputed,
+)
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder
 from fzero.pipeline.partition import Bounds, check_bounds, partition_by_cost
@@ -63,7 +74,8 @@ class PipelinePlan:
         layers: the layers of the model.
         bounds: the bounds of the layers in chunks.
         timeline: the timeline of one data rank.
-        reduces: by stage, the seconds in which it reduces gradients after its last backward.
+        reduces: by stage, the seconds in which it reduces gradients after its last
+            backward.
         checkpoints: whether units are recomputed in the backward.
     """
 
@@ -99,7 +111,9 @@ class PipelinePlan:
         return sum(sum(self.layers.numels[a:b]) for a, b in self._ranges(stage))
 
     def _ranges(self, stage: int) -> list[tuple[int, int]]:
-        return [(self.bounds[chunk], self.bounds[chunk + 1]) for chunk in self.order.chunks_of(stage)]
+        return [
+            (self.bounds[chunk], self.bounds[chunk + 1]) for chunk in self.order.chunks_of(stage)
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers as JSON types."""
@@ -131,7 +145,9 @@ class PipelinePlan:
         }
 
     def draw(self) -> Figure:
-        """The picture of the order on these costs: stages by time. Needs matplotlib (extra `pictures`)."""
+        """The picture of the order on these costs: stages by time. Needs matplotlib
+        (extra `pictures`).
+        """
         return draw_timeline(self.timeline, after=self.reduces)
 
     def __rich__(self) -> Group:
@@ -169,8 +185,8 @@ class PipelinePlan:
         scale, unit = scale_of(self.nbytes)
         largest = self.timeline.nbytes.index(self.nbytes)
         return (
-            f"Bubble {self.bubble:.1%}, {self.seconds:.3g} s for a step without its update; the most is on stage {largest}, "
-            f"{self.nbytes / scale:.3g} {unit}"
+            f"Bubble {self.bubble:.1%}, {self.seconds:.3g} s for a step without its update; the "
+            f"most is on stage {largest}, {self.nbytes / scale:.3g} {unit}"
         )
 
     def __str__(self) -> str:
@@ -195,32 +211,45 @@ def plan_pipeline(
     """A step of a pipeline over `stages` × `world_size / stages` ranks, as predicted.
 
     Args:
-        model: any module; on `meta` it holds no weights. Its units are the layers. Or a `PipelineModule`, with its layers.
-        cfg: any argument of `Config.load`; None is bf16 with an fp32 master, and AdamW. Without a ZeRO stage it is 1.
+        model: any module; on `meta` it holds no weights. Its units are the layers. Or a
+            `PipelineModule`, with its layers.
+        cfg: any argument of `Config.load`; None is bf16 with an fp32 master, and AdamW.
+            Without a ZeRO stage it is 1.
         stages: p.
         world_size: number of ranks, p times those that share a stage.
-        batch: one rank's samples of a micro-batch, possibly on `meta`; for a `PipelineModule` (inputs, labels).
+        batch: one rank's samples of a micro-batch, possibly on `meta`; for a
+            `PipelineModule` (inputs, labels).
         micro_batches: m; by default `gradient_accumulation_steps`, or 4 p if that is 1.
         order: see `plan_order`.
-        bounds: the bounds of the units in chunks; None cuts them so that the slowest stage is fastest.
-        device_nbytes: the memory of a rank, which None of the stages may exceed if fzero cuts.
+        bounds: the bounds of the units in chunks; None cuts them so that the slowest
+            stage is fastest.
+        device_nbytes: the memory of a rank, which None of the stages may exceed if
+            fzero cuts.
         machine: the rates of one rank.
         loss_fn: see `make_train_step`.
         device: where the model is.
 
     Raises:
-        ConfigError: stage 2 of ZeRO; stages that do not divide the ranks; more stages than layers.
+        ConfigError: stage 2 of ZeRO; stages that do not divide the ranks; more stages
+            than layers.
         OrderError: the order is wrong.
         ValueError: nothing fits; the model does not run on that batch.
     """
     planner = PipelinePlanner(model, cfg, batch, machine=machine, loss_fn=loss_fn, device=device)
     return planner.planned(
-        stages, world_size, micro_batches=micro_batches, order=order, bounds=bounds, device_nbytes=device_nbytes
+        stages,
+        world_size,
+        micro_batches=micro_batches,
+        order=order,
+        bounds=bounds,
+        device_nbytes=device_nbytes,
     )
 
 
 class PipelinePlanner:
-    """Plans pipelines of one model, which is traced once, or has traces in `activations`. Arguments as for `plan_pipeline`."""
+    """Plans pipelines of one model, which is traced once, or has traces in
+    `activations`. Arguments as for `plan_pipeline`.
+    """
 
     def __init__(
         self,
@@ -235,7 +264,9 @@ class PipelinePlanner:
     ) -> None:
         found = pipeline_config(cfg)
         trace = None if activations is None else activations.of_config(found)
-        self.traced = TracedLayers(model, found, batch, machine, loss_fn=loss_fn, device=device, trace=trace)
+        self.traced = TracedLayers(
+            model, found, batch, machine, loss_fn=loss_fn, device=device, trace=trace
+        )
 
     def planned(
         self,
@@ -250,7 +281,8 @@ class PipelinePlanner:
         """One pipeline; see `plan_pipeline`."""
         if world_size % stages:
             raise ConfigError(
-                f"pipeline: stages must divide the number of ranks, {world_size}, got {stages}; use another number of either"
+                f"pipeline: stages must divide the number of ranks, {world_size}, got {stages}; "
+                f"use another number of either"
             )
         traced = self.traced
         steps = traced.cfg.gradient_accumulation_steps or 1
@@ -264,8 +296,14 @@ class PipelinePlanner:
         if bounds is None:
             _check_enough(layers, planned.num_chunks)
             held = [_held(planned, chunk) for chunk in range(planned.num_chunks)]
-            limit = device_nbytes if planned.num_chunks == stages else device_nbytes * stages / planned.num_chunks
-            found = partition_by_cost(layers.costs, planned.num_chunks, in_flight=held, nbytes=limit)
+            limit = (
+                device_nbytes
+                if planned.num_chunks == stages
+                else device_nbytes * stages / planned.num_chunks
+            )
+            found = partition_by_cost(
+                layers.costs, planned.num_chunks, in_flight=held, nbytes=limit
+            )
         else:
             found = check_bounds(bounds, len(layers.costs), planned.num_chunks)
         return _planned(traced, layers, planned, found)
@@ -274,12 +312,14 @@ class PipelinePlanner:
 def _check_enough(layers: PlannedLayers, num_chunks: int) -> None:
     if len(layers.costs) < num_chunks:
         raise ConfigError(
-            f"pipeline: stages (times chunks of each) must be at most the number of layers, {len(layers.costs)}, got "
-            f"{num_chunks}; use fewer stages"
+            f"pipeline: stages (times chunks of each) must be at most the number of layers, "
+            f"{len(layers.costs)}, got {num_chunks}; use fewer stages"
         )
 
 
-def _planned(traced: TracedLayers, layers: PlannedLayers, order: PipeOrder, bounds: Bounds) -> PipelinePlan:
+def _planned(
+    traced: TracedLayers, layers: PlannedLayers, order: PipeOrder, bounds: Bounds
+) -> PipelinePlan:
     """The course of an order on layers in these bounds."""
     machine = traced.machine
     blocks = [block for start, stop in pairwise(bounds) for block in traced.blocks(start, stop)]
@@ -287,9 +327,13 @@ def _planned(traced: TracedLayers, layers: PlannedLayers, order: PipeOrder, boun
     timeline = predict(order, costs, bandwidth=machine.network, latency=machine.latency)
     sent = [sum(layers.sent[start:stop]) for start, stop in pairwise(bounds)]
     reduces = tuple(
-        sum(sent[chunk] for chunk in order.chunks_of(stage)) / machine.network for stage in range(order.stages)
+        sum(sent[chunk] for chunk in order.chunks_of(stage)) / machine.network
+        for stage in range(order.stages)
     )
-    runs_again = any(again for _, _, again in blocks) or traced.cfg.activation_checkpointing.every is not None
+    runs_again = (
+        any(again for _, _, again in blocks)
+        or traced.cfg.activation_checkpointing.every is not None
+    )
     return PipelinePlan(layers, bounds, timeline, reduces, runs_again)
 
 
@@ -297,14 +341,17 @@ def explain_pipeline(step: Pipelined, batch: Any, *, machine: MachineModel | Non
     """See `TrainStep.explain`."""
     if batch is None:
         raise ValueError(
-            "explain: needs a batch of (inputs, labels) for a pipeline, got none; pass one, possibly on meta"
+            "explain: needs a batch of (inputs, labels) for a pipeline, got none; pass one, "
+            "possibly on meta"
         )
     spec, run = step.spec, step.runtime
     first = next(iter(run.batches.split(batch)))
     pipe: Any = spec.parallelism
     model, order, bounds = pipe.division(spec, step.mesh)
     device: Device = "cuda" if run.device.type == "cuda" else "cpu"
-    traced = TracedLayers(model, of_stages(spec.cfg), first, machine, loss_fn=spec.loss_fn, device=device)
+    traced = TracedLayers(
+        model, of_stages(spec.cfg), first, machine, loss_fn=spec.loss_fn, device=device
+    )
     return _planned(traced, traced.of(step.mesh.size // order.stages), order, bounds)
 
 
@@ -314,7 +361,7 @@ def _held(order: PipeOrder, chunk: int) -> int:
     return -(-(order.in_flight[stage] + order.waiting[stage]) // len(order.chunks_of(stage)))
 
 
-# --- which number of stages ------------------------------------------------------------------------------------------------
+# --- which number of stages -----------------------------------------------------------------------
 
 
 def best_pipelines(
@@ -330,10 +377,12 @@ def best_pipelines(
     order: Order | str = "1f1b",
     activations: Activations | None = None,
 ) -> tuple[PipelinePlan, ...]:
-    """The pipelines that fit, fastest first: all numbers of stages from 2 up that divide the ranks.
+    """The pipelines that fit, fastest first: all numbers of stages from 2 up that
+    divide the ranks.
 
-    Each number is tried as configured and, if that recomputes nothing and the model has blocks, with activation checkpointing.
-    Each has the same samples in a step as the data-parallel job: p times its micro-batches, on 1/p of its data ranks.
+    Each number is tried as configured and, if that recomputes nothing and the model has
+    blocks, with activation checkpointing. Each has the same samples in a step as the
+    data-parallel job: p times its micro-batches, on 1/p of its data ranks.
     """
     keys = keys_of(cfg)
     tries = [keys]
@@ -342,7 +391,13 @@ def best_pipelines(
     found = list[PipelinePlan]()
     for given in tries:
         planner = PipelinePlanner(
-            model, given, batch, machine=machine, loss_fn=loss_fn, device=device, activations=activations
+            model,
+            given,
+            batch,
+            machine=machine,
+            loss_fn=loss_fn,
+            device=device,
+            activations=activations,
         )
         found += _fitting(planner, world_size, device_nbytes, order)
     return tuple(sorted(found, key=lambda one: one.seconds))
@@ -356,7 +411,11 @@ def _fitting(
     for stages in (number for number in range(2, world_size + 1) if world_size % number == 0):
         try:
             one = planner.planned(
-                stages, world_size, micro_batches=stages * steps, order=order, device_nbytes=device_nbytes
+                stages,
+                world_size,
+                micro_batches=stages * steps,
+                order=order,
+                device_nbytes=device_nbytes,
             )
         except ConfigError:
             return  # more stages than layers

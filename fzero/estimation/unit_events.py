@@ -1,7 +1,9 @@
-"""`parts_of`, `order_of`: the events of a micro-step unit by unit, from a trace of the model or from its declaration.
+"""`parts_of`, `order_of`: the events of a micro-step unit by unit, from a trace of the
+model or from its declaration.
 
-A trace (`fzero.estimation.activation_trace`) has events of single parameters, the same for every stage; the plan groups the
-parameters into units. A `Part` is an event of a unit, with the work until the next part.
+A trace (`fzero.estimation.activation_trace`) has events of single parameters, the same
+for every stage; the plan groups the parameters into units. A `Part` is an event of a
+unit, with the work until the next part.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from fzero.plans.unit_scheduler import UnitScheduler
 class Part(NamedTuple):
     """An event of a unit, and what happens until the next part, as in `TraceEvent`.
 
-    The unit is entered, its gathered parameters are needed again, or gradients of `key` are ready; `use`: it needs parameters
-    that every rank holds in full.
+    The unit is entered, its gathered parameters are needed again, or gradients of `key`
+    are ready; `use`: it needs parameters that every rank holds in full.
     """
 
     kind: Literal["begin", "fetch", "boundary", "unpack", "use", "grad"]
@@ -38,7 +40,9 @@ class Part(NamedTuple):
 
 
 def parts_of(plan: Plan, trace: ActivationTrace | None, machine: MachineModel) -> tuple[Part, ...]:
-    """The parts of one micro-step, in order; without a trace they have no work, and units run in declaration order."""
+    """The parts of one micro-step, in order; without a trace they have no work, and
+    units run in declaration order.
+    """
     return tuple(_declared(plan) if trace is None else _traced(plan, trace, machine))
 
 
@@ -62,15 +66,33 @@ def _traced(plan: Plan, trace: ActivationTrace, machine: MachineModel) -> Iterat
         if unit is not None and buffer is not None:
             name = unit.name
             if kind == "grad":
-                key, ends, numel = buffer.key, last[name] == index, math.prod(buffer.layout.shape(event.name))
+                key, ends, numel = (
+                    buffer.key,
+                    last[name] == index,
+                    math.prod(buffer.layout.shape(event.name)),
+                )
         is_here = kind == "unpack" and buffer is not None and not buffer.flow.gathers_over
-        part = Part("use" if is_here else kind, name, key, ends, numel, event.most, event.now, seconds, *event[-3:])
-        if before[:3] == part[:3] and not before.ends:  # repeated events of one unit become one part
+        part = Part(
+            "use" if is_here else kind,
+            name,
+            key,
+            ends,
+            numel,
+            event.most,
+            event.now,
+            seconds,
+            *event[-3:],
+        )
+        # repeated events of one unit become one part
+        if before[:3] == part[:3] and not before.ends:
             before = part._replace(
-                numel=before.numel + part.numel, most=max(before.most, part.most), seconds=before.seconds + seconds,
+                numel=before.numel + part.numel,
+                most=max(before.most, part.most),
+                seconds=before.seconds + seconds,
                 waiting=max(before.waiting, part.waiting),
-                leaves=before.leaves + part.leaves, returns=before.returns + part.returns,
-            )  # fmt: skip
+                leaves=before.leaves + part.leaves,
+                returns=before.returns + part.returns,
+            )
         else:
             yield before
             before = part
@@ -80,7 +102,9 @@ def _traced(plan: Plan, trace: ActivationTrace, machine: MachineModel) -> Iterat
 def follow(
     scheduler: UnitScheduler, part: Part, backward: Sequence[Event] | None, *, is_last: bool
 ) -> tuple[Event, ...]:
-    """The events that a part causes before its work. At the boundary a backward begins, which follows the order `backward`."""
+    """The events that a part causes before its work. At the boundary a backward begins,
+    which follows the order `backward`.
+    """
     if part.kind == "fetch":
         return scheduler.enter(part.unit)
     if part.kind == "unpack":
@@ -96,7 +120,9 @@ def follow(
 
 
 def order_of(plan: Plan, parts: Sequence[Part]) -> tuple[Event, ...]:
-    """The collectives of a micro-step, in the order that a running step records in its first and then repeats."""
+    """The collectives of a micro-step, in the order that a running step records in its
+    first and then repeats.
+    """
     scheduler = UnitScheduler(plan.unit_rules, is_alone=True)
     scheduler.begin(None)
     for part in parts:

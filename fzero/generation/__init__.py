@@ -1,7 +1,8 @@
-"""Generation between updates: the model on full parameters, LoRA merged on copies of them, and weights for an inference server.
+"""Generation between updates: the model on full parameters, LoRA merged on copies of
+them, and weights for an inference server.
 
-Generation is a function of parameters that were gathered once; nothing is written back. May import: resharding, step and below.
-Begin with `fzero.generation.generating`.
+Generation is a function of parameters that were gathered once; nothing is written back.
+May import: resharding, step and below. Begin with `fzero.generation.generating`.
 """
 
 from typing import TYPE_CHECKING

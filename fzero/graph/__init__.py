@@ -1,5 +1,5 @@
-"""The captured step: capture, passes on the graph, backends, timeline. The only user of torch._dynamo and
-torch._inductor.
+"""The captured step: capture, passes on the graph, backends, timeline. The only user of
+torch._dynamo and torch._inductor.
 
 May import: runtime and below. Begin with `fzero.graph.step_functions`.
 """

@@ -1,12 +1,13 @@
-"""`analyse`: the collectives of a step's graph. This module reads the graph and changes only labels in `meta`.
+"""`analyse`: the collectives of a step's graph. This module reads the graph and changes
+only labels in `meta`.
 
-- *Gathers* are the collectives that make full parameters from placeholders, with everything that is cheap to make again
-  from their results.
+- *Gathers* are the collectives that make full parameters from placeholders, with
+  everything that is cheap to make again from their results.
 - *Reductions* are all other collectives.
 
-The nodes of a comm hook before a gather (encoding shards) and after it (decoding) belong to the gather; the captured step
-labels them (`fzero.graph.traffic`). The cost is linear in the number of nodes. Counts are elements (`numel`) or bytes
-(`nbytes`).
+The nodes of a comm hook before a gather (encoding shards) and after it (decoding)
+belong to the gather; the captured step labels them (`fzero.graph.traffic`). The cost is
+linear in the number of nodes. Counts are elements (`numel`) or bytes (`nbytes`).
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ from fzero.graph.nodes import (
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Full parameters, gathered from placeholders by one collective or by several whose results are joined.
+    """Full parameters, gathered from placeholders by one collective or by several whose
+    results are joined.
 
     Attributes:
         unit: the unit's name; gathers of one unit are issued and released together.
         sources: the placeholders that it reads.
         issue: the nodes up to the start of the collectives, in order.
-        settle: the waits, and the nodes that are cheap to recompute from them, in order.
-        codes: the nodes of `settle` from which a comm hook decodes the parameters; they are freed once it has.
+        settle: the waits, and the nodes that are cheap to recompute from them, in
+            order.
+        codes: the nodes of `settle` from which a comm hook decodes the parameters; they
+            are freed once it has.
         numel: elements of the full parameters.
         nbytes: the same in bytes.
     """
@@ -69,7 +73,8 @@ class Reduction:
     Attributes:
         start: the node that starts it.
         waits: its waits, one per returned tensor.
-        numel: elements that it keeps alive from start to wait: the larger of its input and its result.
+        numel: elements that it keeps alive from start to wait: the larger of its input
+            and its result.
         needs_other: whether its input depends on another reduction's result.
     """
 
@@ -88,7 +93,9 @@ class Analysis:
 
     @property
     def units(self) -> list[list[Gather]]:
-        """The gathers, grouped by unit. If the graph itself gathers a unit repeatedly, each time is a group of its own."""
+        """The gathers, grouped by unit. If the graph itself gathers a unit repeatedly,
+        each time is a group of its own.
+        """
         groups: dict[tuple[str, int], list[Gather]] = {}
         times: Counter[tuple[Node, ...]] = Counter()
         for gather in self.gathers:
@@ -98,14 +105,18 @@ class Analysis:
 
 
 def name_units(graph: Graph, units: Mapping[str, str]) -> None:
-    """Sets the unit of flat buffers by the names of their placeholders; every other flat buffer is a unit of its own."""
+    """Sets the unit of flat buffers by the names of their placeholders; every other
+    flat buffer is a unit of its own.
+    """
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in units:
             node.meta["unit"] = units[node.name]
 
 
 def analyse(graph: Graph) -> Analysis:
-    """Finds the gathers and reductions of a step's graph, whose only in-place writes are `copy_` into placeholders."""
+    """Finds the gathers and reductions of a step's graph, whose only in-place writes
+    are `copy_` into placeholders.
+    """
     fresh = _fresh(graph)
     parts = _Parts()
     homes: dict[Node, int] = {}  # the gather on which a node depends
@@ -120,8 +131,14 @@ def analyse(graph: Graph) -> Analysis:
                 for arg in made:
                     parts.join(homes[made[0]], homes[arg])
                 homes[node] = homes[made[0]]
-        elif is_move(node) and node.all_input_nodes and all(arg in homes for arg in node.all_input_nodes):
-            if node.target is aten.cat.default and all(arg.target is WAIT for arg in node.all_input_nodes):
+        elif (
+            is_move(node)
+            and node.all_input_nodes
+            and all(arg in homes for arg in node.all_input_nodes)
+        ):
+            if node.target is aten.cat.default and all(
+                arg.target is WAIT for arg in node.all_input_nodes
+            ):
                 for arg in node.all_input_nodes:
                     parts.join(homes[node.all_input_nodes[0]], homes[arg])
             if len({parts.find(homes[arg]) for arg in node.all_input_nodes}) == 1:
@@ -135,9 +152,11 @@ def analyse(graph: Graph) -> Analysis:
 
 
 def _may_gather(node: Node) -> bool:
-    """Whether the node sends the same tensor to all ranks; an all-to-all of different parts belongs to a reduction.
+    """Whether the node sends the same tensor to all ranks; an all-to-all of different
+    parts belongs to a reduction.
 
-    The partial sums of an optimizer may be a constant on a rank that holds no part of the parameters.
+    The partial sums of an optimizer may be a constant on a rank that holds no part of
+    the parameters.
     """
     if getattr(label_of(node), "purpose", "gather") != "gather":
         return False
@@ -147,14 +166,23 @@ def _may_gather(node: Node) -> bool:
 
 
 def _fresh(graph: Graph) -> set[Node]:
-    """Nodes computed from placeholders by moves or a hook's encoding alone, before the placeholders are overwritten."""
+    """Nodes computed from placeholders by moves or a hook's encoding alone, before the
+    placeholders are overwritten.
+    """
     roots, written = storages(graph), set()
     fresh: set[Node] = set()
     for node in graph.nodes:
         if is_mutation(node):
             written.add(roots[node])
-        movable = node.op == "placeholder" or is_move(node) or node.target in CREATES or is_coding(node, "gather")
-        if movable and all(arg in fresh and roots[arg] not in written for arg in node.all_input_nodes):
+        movable = (
+            node.op == "placeholder"
+            or is_move(node)
+            or node.target in CREATES
+            or is_coding(node, "gather")
+        )
+        if movable and all(
+            arg in fresh and roots[arg] not in written for arg in node.all_input_nodes
+        ):
             fresh.add(node)
     return fresh
 
@@ -192,7 +220,9 @@ def _gather(starts: list[Node], settle: list[Node]) -> Gather:
     sources = tuple(node for node in ancestors if node.op == "placeholder")
     issue: set[Node] = set()  # without nodes that others use as well
     for node in reversed(ancestors):
-        if node in starts or (node.op != "placeholder" and all(user in issue for user in node.users)):
+        if node in starts or (
+            node.op != "placeholder" and all(user in issue for user in node.users)
+        ):
             issue.add(node)
     first = sources[0] if sources else starts[0]
     decoded, codes = _decoded(settle)
@@ -208,9 +238,13 @@ def _gather(starts: list[Node], settle: list[Node]) -> Gather:
 
 
 def _decoded(settle: list[Node]) -> tuple[list[Node], frozenset[Node]]:
-    """The nodes at which a comm hook's decoding ends, and the nodes that they read; both empty without a hook."""
+    """The nodes at which a comm hook's decoding ends, and the nodes that they read;
+    both empty without a hook.
+    """
     coding = {node for node in settle if is_coding(node, "gather")}
-    decoded = [node for node in settle if node in coding and not any(user in coding for user in node.users)]
+    decoded = [
+        node for node in settle if node in coding and not any(user in coding for user in node.users)
+    ]
     codes: set[Node] = set()
     for node in reversed(settle if decoded else []):
         if any(user in codes or user in decoded for user in node.users):
@@ -230,8 +264,8 @@ def _reductions(graph: Graph, gathered: Mapping[Node, int]) -> tuple[Reduction, 
         waits, num_results = waits_of(node), len(tensors_of(node.meta.get("val")))
         if len(waits) != num_results:
             raise ValueError(
-                f"{node.name}: a collective must have one wait_tensor, got {len(waits)} for {num_results} tensors; capture the "
-                f"step again with one wait for each"
+                f"{node.name}: a collective must have one wait_tensor, got {len(waits)} for "
+                f"{num_results} tensors; capture the step again with one wait for each"
             )
         reduced.update(waits)
         numel = max(numel_of(node), sum(map(numel_of, node.all_input_nodes)))
@@ -240,15 +274,24 @@ def _reductions(graph: Graph, gathered: Mapping[Node, int]) -> tuple[Reduction, 
 
 
 def sending_updates(graph: Graph) -> set[Node]:
-    """If an optimizer sends: its collectives, the gathers of updated parameters, and the nodes that depend on either.
+    """If an optimizer sends: its collectives, the gathers of updated parameters, and
+    the nodes that depend on either.
 
-    They keep their order, after all other nodes. Other parts of parameters lie on each rank, so that its update has other nodes,
-    and yet all ranks must send in one order.
+    They keep their order, after all other nodes. Other parts of parameters lie on each
+    rank, so that its update has other nodes, and yet all ranks must send in one order.
     """
-    purposes = {node: label.purpose for node in graph.nodes if is_collective(node) and (label := label_of(node))}
+    purposes = {
+        node: label.purpose
+        for node in graph.nodes
+        if is_collective(node) and (label := label_of(node))
+    }
     if not {"optimizer", "momentum"} & set(purposes.values()):
         return set()
-    found = {node for node, purpose in purposes.items() if purpose in ("optimizer", "momentum", "all_gather_params")}
+    found = {
+        node
+        for node, purpose in purposes.items()
+        if purpose in ("optimizer", "momentum", "all_gather_params")
+    }
     for node in graph.nodes:
         if node.op == "call_function" and any(arg in found for arg in node.all_input_nodes):
             found.add(node)
@@ -267,7 +310,9 @@ class Content(NamedTuple):
 
 
 def contents_of(start: Node) -> tuple[Content, ...]:
-    """The contents of a collective: one per flat buffer, several if passes joined it from several."""
+    """The contents of a collective: one per flat buffer, several if passes joined it
+    from several.
+    """
     joined: tuple[Content, ...] | None = start.meta.get("sent")
     if joined is not None:
         return joined

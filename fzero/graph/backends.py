@@ -1,8 +1,10 @@
 """`make_runner`: schedules a step's graph, and makes what runs it.
 
-- `"aot_eager"` generates no code: the graph runs node by node in the order of the passes.
-- `"inductor"` is Inductor with the passes as its custom post-grad pass. `pin_order` then ties the collectives to the
-  compute around them by control dependencies, for Inductor sorts operators.
+- `"aot_eager"` generates no code: the graph runs node by node in the order of the
+  passes.
+- `"inductor"` is Inductor with the passes as its custom post-grad pass. `pin_order`
+  then ties the collectives to the compute around them by control dependencies, for
+  Inductor sorts operators.
 
 The pinning uses private parts of PyTorch.
 """
@@ -26,7 +28,17 @@ from torch.utils._ordered_set import OrderedSet
 
 from fzero.comms.traced import TracedAxis
 from fzero.graph.exchange import send_to_others
-from fzero.graph.nodes import WAIT, aten, flops_of, is_cheap, is_collective, is_view, nbytes_of, numel_of, storages
+from fzero.graph.nodes import (
+    WAIT,
+    aten,
+    flops_of,
+    is_cheap,
+    is_collective,
+    is_view,
+    nbytes_of,
+    numel_of,
+    storages,
+)
 from fzero.graph.remat import is_again, is_backward, rematerialise, rematerialise_in_place
 from fzero.graph.schedule import PassOptions, copy_of, run_passes, run_passes_in_place
 
@@ -44,11 +56,12 @@ def make_runner(
 ) -> tuple[Runner, Graph]:
     """The function that runs a step's graph, and the graph as scheduled.
 
-    Inductor runs the same passes on its own form of the graph, so that a wait may come a few nodes earlier or later there.
+    Inductor runs the same passes on its own form of the graph, so that a wait may come
+    a few nodes earlier or later there.
 
     Args:
-        module: the aten graph, without in-place operators but `copy_` into placeholders at its end. `meta["unit"]` of a
-            placeholder is its unit.
+        module: the aten graph, without in-place operators but `copy_` into placeholders
+            at its end. `meta["unit"]` of a placeholder is its unit.
         options: the limits of the schedule.
         checkpoint: the modules that the backward runs again, as for `rematerialise`.
         axes: the axes along which an exchange skips the own rank (gloo).
@@ -66,31 +79,40 @@ def make_runner(
 def _inductor(
     module: GraphModule, options: PassOptions, checkpoint: Sequence[str], axes: Sequence[TracedAxis]
 ) -> Runner:
-    """Inductor with the passes among its own; its cache on disk may have the graph from an earlier run."""
+    """Inductor with the passes among its own; its cache on disk may have the graph from
+    an earlier run.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     mend_reductions()
     placeholders = module.graph.find_nodes(op="placeholder")
     units = [node.meta.get("unit") for node in placeholders]
     patches = {
-        "post_grad_custom_post_pass": InductorPass(options, units, checkpoint, axes, digest_of_marks(module.graph)),
+        "post_grad_custom_post_pass": InductorPass(
+            options, units, checkpoint, axes, digest_of_marks(module.graph)
+        ),
         "fallback_random": True,  # the random numbers of the eager step
-        "reorder_for_locality": False,  # it would move weight gradients, and so their reductions, to the end
+        # it would move weight gradients, and so their reductions, to the end
+        "reorder_for_locality": False,
     }
     graph = copy_of(module.graph)
     relax_views(graph)
     with torch.no_grad():
         compiled: Any = compile_fx(
-            GraphModule(module, graph), [node.meta["val"] for node in placeholders], config_patches=patches
+            GraphModule(module, graph),
+            [node.meta["val"] for node in placeholders],
+            config_patches=patches,
         )
     return lambda tensors: compiled(*tensors)
 
 
 def relax_views(graph: Graph) -> None:
-    """Lets each view of a graph copy where its input has other strides than in the trace. Changes the graph.
+    """Lets each view of a graph copy where its input has other strides than in the
+    trace. Changes the graph.
 
-    What runs a graph may choose other strides: Inductor's decompositions do, and so do kernels that have a formula of their own
-    for tensors without memory. Without in-place operators, a copy has the values of a view.
+    What runs a graph may choose other strides: Inductor's decompositions do, and so do
+    kernels that have a formula of their own for tensors without memory. Without
+    in-place operators, a copy has the values of a view.
     """
     for view in _VIEWS:
         for node in graph.find_nodes(op="call_function", target=view):
@@ -98,16 +120,20 @@ def relax_views(graph: Graph) -> None:
 
 
 def eager_with_views(module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-    """The backend `aot_eager` of torch.compile, whose graphs take other strides, too: one graph serves all equal blocks."""
+    """The backend `aot_eager` of torch.compile, whose graphs take other strides, too:
+    one graph serves all equal blocks.
+    """
 
     def compiled(part: GraphModule, of_part: list[Tensor]) -> Any:
         relax_views(part.graph)
         return boxed_nop(part, of_part)
 
     make: Any = aot_autograd(
-        fw_compiler=compiled, bw_compiler=compiled, partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=compiled,
+        bw_compiler=compiled,
+        partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
-    )  # fmt: skip
+    )
     return make(module, inputs, **options)
 
 
@@ -116,11 +142,14 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 @cache
 def mend_reductions() -> None:
-    """Makes Inductor store the last tile of a reduction no wider than it is, in all that this process compiles from here on.
+    """Makes Inductor store the last tile of a reduction no wider than it is, in all
+    that this process compiles from here on.
 
-    On the CPU, PyTorch stores a whole vector there if the reduction is not the next loop inside the tiled one: past the end of
-    the tensor, into memory of others, or over the next row. PyTorch 2.13 mended that for one tiled loop (pytorch #183699), a
-    later version may for two (#196882). Its two ways of storing remain; this chooses between them.
+    On the CPU, PyTorch stores a whole vector there if the reduction is not the next
+    loop inside the tiled one: past the end of the tensor, into memory of others, or
+    over the next row. PyTorch 2.13 mended that for one tiled loop (pytorch #183699), a
+    later version may for two (#196882). Its two ways of storing remain; this chooses
+    between them.
     """
     from torch._inductor.codegen.cpp import CppKernelProxy
 
@@ -136,7 +165,8 @@ def mend_reductions() -> None:
 
 
 class InductorPass(CustomGraphPass):
-    """The passes as a value of `torch._inductor.config.post_grad_custom_post_pass`; arguments as for `make_runner`.
+    """The passes as a value of `torch._inductor.config.post_grad_custom_post_pass`;
+    arguments as for `make_runner`.
 
     Args:
         marks: those of the graph that Inductor gets; see `digest_of_marks`.
@@ -161,17 +191,27 @@ class InductorPass(CustomGraphPass):
         pin_order(graph)
 
     def uuid(self) -> Any:
-        """The further key of Inductor's cache of compiled graphs: all on which the passes depend, and the text of fzero.
+        """The further key of Inductor's cache of compiled graphs: all on which the
+        passes depend, and the text of fzero.
 
-        Its kernels are written for a number of threads, which its own key lacks before PyTorch 2.13.
+        Its kernels are written for a number of threads, which its own key lacks before
+        PyTorch 2.13.
         """
         files = sorted(map(str, Path(__file__).parents[1].rglob("*.py")))
-        read = (self.options, self.units, self.checkpoint, self.axes, self.marks, torch.get_num_threads())
+        read = (
+            self.options,
+            self.units,
+            self.checkpoint,
+            self.axes,
+            self.marks,
+            torch.get_num_threads(),
+        )
         return get_hash_for_files(tuple(files), repr(read))
 
 
 def digest_of_marks(graph: Graph) -> str:
-    """A digest of what the trace wrote beside the nodes: the backward, checkpointed modules, the labels of collectives.
+    """A digest of what the trace wrote beside the nodes: the backward, checkpointed
+    modules, the labels of collectives.
 
     Inductor's cache compares operators only.
     """
@@ -182,8 +222,8 @@ def digest_of_marks(graph: Graph) -> str:
 def _by_placeholder(graph: Graph, units: Sequence[str | None]) -> dict[str, str]:
     """The units by the names of the arguments in this graph.
 
-    Empty if the graph's arguments differ from the captured ones (AOTAutograd merges inputs that share memory): each flat
-    buffer is then a unit of its own.
+    Empty if the graph's arguments differ from the captured ones (AOTAutograd merges
+    inputs that share memory): each flat buffer is then a unit of its own.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(units):
@@ -192,10 +232,11 @@ def _by_placeholder(graph: Graph, units: Sequence[str | None]) -> dict[str, str]
 
 
 def realize_numbers(graph: Graph) -> None:
-    """Computes each 0-d tensor once, not once per vector of the loops that read it. Changes the graph.
+    """Computes each 0-d tensor once, not once per vector of the loops that read it.
+    Changes the graph.
 
-    Inductor inlines cheap operators into their readers (`beta**step` for each element); a strided view of the number makes
-    it store the number first.
+    Inductor inlines cheap operators into their readers (`beta**step` for each element);
+    a strided view of the number makes it store the number first.
     """
     for node in list(graph.nodes):
         val = node.meta.get("val")
@@ -211,11 +252,13 @@ def realize_numbers(graph: Graph) -> None:
 
 
 def pin_order(graph: Graph) -> None:
-    """Pins the order of the collectives among themselves and relative to the matrix products. Changes the graph.
+    """Pins the order of the collectives among themselves and relative to the matrix
+    products. Changes the graph.
 
-    A start or a wait follows the preceding collective and product; a product follows the preceding collective.
-    A recomputed node follows the preceding product of the backward. Otherwise Inductor could fuse it with its original in the
-    forward, and would keep its results until the backward.
+    A start or a wait follows the preceding collective and product; a product follows
+    the preceding collective. A recomputed node follows the preceding product of the
+    backward. Otherwise Inductor could fuse it with its original in the forward, and
+    would keep its results until the backward.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 
@@ -223,7 +266,8 @@ def pin_order(graph: Graph) -> None:
     after: dict[Node, OrderedSet[Node]] = {}
     product: Node | None = None
     collective: Node | None = None
-    gradient: Node | None = None  # the last product of the backward so far; before the first product, the last node
+    # the last product of the backward so far; before the first product, the last node
+    gradient: Node | None = None
     late: set[Node] = set()  # nodes that cannot run in the forward
     for node in list(graph.nodes):
         is_product = isinstance(node.meta.get("val"), Tensor) and flops_of(node) > 0
@@ -238,9 +282,15 @@ def pin_order(graph: Graph) -> None:
             elif roots[node] is node and node.all_input_nodes:
                 after[_put_off(graph, node)] = OrderedSet([gradient])
                 late.add(node)
-        elif is_backward(node) and roots[node] is node and (is_product or gradient is None or not flops_of(gradient)):
+        elif (
+            is_backward(node)
+            and roots[node] is node
+            and (is_product or gradient is None or not flops_of(gradient))
+        ):
             gradient = node
-        others = [other for other in before if other is not None and other not in node.all_input_nodes]
+        others = [
+            other for other in before if other is not None and other not in node.all_input_nodes
+        ]
         if others:
             after[node] = OrderedSet(others)
         if is_product:
@@ -251,9 +301,11 @@ def pin_order(graph: Graph) -> None:
 
 
 def _put_off(graph: Graph, node: Node) -> Node:
-    """Makes `node` read a copy of its largest input; returns the operator that makes the copy.
+    """Makes `node` read a copy of its largest input; returns the operator that makes
+    the copy.
 
-    Control dependencies hold only for operators that allocate memory; Inductor mostly fuses the copy into another kernel.
+    Control dependencies hold only for operators that allocate memory; Inductor mostly
+    fuses the copy into another kernel.
     """
     largest = max(node.all_input_nodes, key=nbytes_of)
     with graph.inserting_before(node):

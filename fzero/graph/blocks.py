@@ -1,12 +1,16 @@
-"""`compiled_blocks`: the transform that gives units a compiled forward in an otherwise eager step.
+"""`compiled_blocks`: the transform that gives units a compiled forward in an otherwise
+eager step.
 
-While the model is bound, the `forward` of each unit that is one module becomes a call of *one* compiled function, which
-takes the module, its parameters and its buffers as arguments. Blocks that differ only in their tensors share a
-compilation, because torch.compile's guards are the same for all of them. Gathers, reductions and the update are those of
-the eager step: the tensors that the compiled forward saves for its backward are views of gathered buffers, too.
+While the model is bound, the `forward` of each unit that is one module becomes a call
+of *one* compiled function, which takes the module, its parameters and its buffers as
+arguments. Blocks that differ only in their tensors share a compilation, because
+torch.compile's guards are the same for all of them. Gathers, reductions and the update
+are those of the eager step: the tensors that the compiled forward saves for its
+backward are views of gathered buffers, too.
 
-Hooks are Python code, which torch.compile neither guards nor compiles in full. Those of the block itself run around its
-compiled forward. A block with hooks on modules inside it runs as it is, as do all blocks under hooks of all modules.
+Hooks are Python code, which torch.compile neither guards nor compiles in full. Those of
+the block itself run around its compiled forward. A block with hooks on modules inside
+it runs as it is, as do all blocks under hooks of all modules.
 """
 
 from __future__ import annotations
@@ -32,12 +36,14 @@ from fzero.plans.units import blocks_of
 
 
 def compiled_blocks(spec: TransformedStep) -> Changes:
-    """See `ModelTransform`: compiles the units that are one module each. A step in one graph compiles them in it."""
+    """See `ModelTransform`: compiles the units that are one module each. A step in one
+    graph compiles them in it.
+    """
     names = blocks_of(spec.model, spec.units)
     if not names:
         raise ValueError(
-            f"compile: 'block' needs units that are one module, and {type(spec.model).__name__} has no repeated blocks; "
-            f"name modules in units=, or pass compile='step'"
+            f"compile: 'block' needs units that are one module, and {type(spec.model).__name__} "
+            f"has no repeated blocks; name modules in units=, or pass compile='step'"
         )
     blocks = _CompiledBlocks(names, spec.compile_backend)
     return Changes(name="compiled blocks", forwards=blocks.forwards, is_exact=True)
@@ -58,10 +64,14 @@ class _CompiledBlocks:
         # fallback_random: the random numbers of the eager step.
         options: dict[str, Any] = {"fallback_random": True} if backend == "inductor" else {}
         compiler: Any = backend if backend == "inductor" else eager_with_views
-        self._run = torch.compile(with_own_code(_run_block), dynamic=False, backend=compiler, options=options or None)
+        self._run = torch.compile(
+            with_own_code(_run_block), dynamic=False, backend=compiler, options=options or None
+        )
 
     def forwards(self, call: Call) -> Mapping[str, Wrap]:
-        """See `Changes`. Each length of inputs that a transform holds constant is compiled."""
+        """See `Changes`. Each length of inputs that a transform holds constant is
+        compiled.
+        """
         if call.in_graph or not call.is_counted:
             return {}
         # Modules that differ in an attribute (a layer's number) are compiled one by one.
@@ -95,16 +105,23 @@ class _CompiledBlocks:
         """Reports once that blocks run as they are."""
         if not self._is_warned:
             self._is_warned = True
-            where = f"{name}.{hooked}" if hooked else "all modules (torch.nn.modules.module.register_module_…_hook)"
+            where = (
+                f"{name}.{hooked}"
+                if hooked
+                else "all modules (torch.nn.modules.module.register_module_…_hook)"
+            )
             warnings.warn(
-                f"compile: 'block' compiles no block with hooks on modules inside it, so such blocks run as they are, got "
-                f"hooks on {where}; remove them, move them to the block itself, or pass compile='step'",
+                f"compile: 'block' compiles no block with hooks on modules inside it, so such "
+                f"blocks run as they are, got hooks on {where}; remove them, move them to the "
+                f"block itself, or pass compile='step'",
                 stacklevel=2,
             )
 
 
 class _ForwardOnly(nn.Module):
-    """Calls the forward of a block without its hooks and its `__call__`: these have run, or run afterwards, outside."""
+    """Calls the forward of a block without its hooks and its `__call__`: these have
+    run, or run afterwards, outside.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -115,9 +132,15 @@ class _ForwardOnly(nn.Module):
 
 
 def _run_block(
-    block: _ForwardOnly, params: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any
+    block: _ForwardOnly,
+    params: dict[str, Tensor],
+    buffers: dict[str, Tensor],
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """The output of a module called with these tensors, and the buffers that it replaced."""
+    """The output of a module called with these tensors, and the buffers that it
+    replaced.
+    """
     given = {f"block.{name}": tensor for name, tensor in (*params.items(), *buffers.items())}
     output = torch.func.functional_call(block, given, args, kwargs, tie_weights=False)
     now = {name: given[f"block.{name}"] for name in buffers}
@@ -128,7 +151,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def _hooked_inside(block: nn.Module) -> str | None:
-    """The first module inside a block that has hooks; "" where all modules have some; None if there are no hooks."""
+    """The first module inside a block that has hooks; "" where all modules have some;
+    None if there are no hooks.
+    """
     if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return ""
     for name, module in block.named_modules():
@@ -140,7 +165,9 @@ def _hooked_inside(block: nn.Module) -> str | None:
 
 
 def _slots(block: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
-    """The parameters or buffers of a module and its submodules, with the dict that holds each: (name, dict, key, tensor)."""
+    """The parameters or buffers of a module and its submodules, with the dict that
+    holds each: (name, dict, key, tensor).
+    """
     for prefix, module in block.named_modules(remove_duplicate=False):
         slots = getattr(module, kind)
         for key in slots:
@@ -151,12 +178,18 @@ def _slots(block: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Any], s
 
 @contextmanager
 def _unbound(block: nn.Module, own: dict[str, Any]) -> Iterator[None]:
-    """In the body, a bound module has plain dicts of parameters, which torch.compile can trace."""
+    """In the body, a bound module has plain dicts of parameters, which torch.compile
+    can trace.
+    """
     bound = [(module, module.__dict__["_parameters"]) for module in block.modules()]
     try:
         for module, parameters in bound:
-            # A partitioned parameter of the engine (`fzero.deepspeed.engine.param_views`) is replaced by its plain parameter.
-            own_parameters = {key: as_plain(getattr(own, "fzero_plain", own)) for key, own in dict.items(parameters)}
+            # A partitioned parameter of the engine (`fzero.deepspeed.engine.param_views`) is
+            # replaced by its plain parameter.
+            own_parameters = {
+                key: as_plain(getattr(own, "fzero_plain", own))
+                for key, own in dict.items(parameters)
+            }
             module.__dict__["_parameters"] = own_parameters
         with _own_forward(block, own):
             yield

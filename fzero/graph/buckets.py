@@ -1,9 +1,12 @@
-"""Bucketing: consecutive collectives of a step's graph that are joined into one, up to a cap in elements.
+"""Bucketing: consecutive collectives of a step's graph that are joined into one, up to
+a cap in elements.
 
-- *Gathers*, and *updates* (gathers of updated shards into the parameters), become one coalesced collective of several
-  tensors, which writes each flat buffer directly and copies nothing.
-- *Reductions* of inputs (W, s₁), (W, s₂), … concatenate them along the second dimension and split the result in the same
-  way, so that each rank's shard of the joined sum has a part of every gradient. An all-reduce has no shards: W is 1.
+- *Gathers*, and *updates* (gathers of updated shards into the parameters), become one
+  coalesced collective of several tensors, which writes each flat buffer directly and
+  copies nothing.
+- *Reductions* of inputs (W, s₁), (W, s₂), … concatenate them along the second dimension
+  and split the result in the same way, so that each rank's shard of the joined sum has
+  a part of every gradient. An all-reduce has no shards: W is 1.
 
 The functions change the graph in place.
 """
@@ -21,7 +24,18 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero.graph.analysis import Analysis, Gather, name_contents
-from fzero.graph.nodes import ALL_GATHERS, ALL_REDUCE, WAIT, aten, c10d, is_cheap, is_write, numel_of, sort, storages
+from fzero.graph.nodes import (
+    ALL_GATHERS,
+    ALL_REDUCE,
+    WAIT,
+    aten,
+    c10d,
+    is_cheap,
+    is_write,
+    numel_of,
+    sort,
+    storages,
+)
 from sharding import plan_buckets
 
 _ALL_GATHER, _ALL_TO_ALL = c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default
@@ -38,19 +52,28 @@ class _Item(NamedTuple):
     kind: tuple[Any, ...]
 
 
-# --- gathers -----------------------------------------------------------------------------------------------------
+# --- gathers --------------------------------------------------------------------------------------
 
 
 def bucket_gathers(graph: Graph, analysis: Analysis, cap: int) -> None:
-    """Joins the gathers of a unit, and units whose parameters are used one after the other, up to `cap` elements.
+    """Joins the gathers of a unit, and units whose parameters are used one after the
+    other, up to `cap` elements.
 
-    A joined unit has at most as many elements as the second largest unit, so that two live units hold at most as much as
-    the two largest before.
+    A joined unit has at most as many elements as the second largest unit, so that two
+    live units hold at most as much as the two largest before.
     """
     index = {node: position for position, node in enumerate(graph.nodes)}
     times = Counter(source for gather in analysis.gathers for source in gather.sources)
-    units = [unit for unit in analysis.units if all(times[source] == 1 for gather in unit for source in gather.sources)]
-    units.sort(key=lambda unit: min((use for gather in unit for use in _uses(gather, index)), default=len(index)))
+    units = [
+        unit
+        for unit in analysis.units
+        if all(times[source] == 1 for gather in unit for source in gather.sources)
+    ]
+    units.sort(
+        key=lambda unit: min(
+            (use for gather in unit for use in _uses(gather, index)), default=len(index)
+        )
+    )
     second = sorted((_numel(unit) for unit in analysis.units), reverse=True)[:2][-1:]
     buckets = []
     for indices in plan_buckets([_numel(unit) for unit in units], min([cap, *second])):
@@ -64,7 +87,9 @@ def bucket_gathers(graph: Graph, analysis: Analysis, cap: int) -> None:
 
 
 def bucket_updates(graph: Graph, analysis: Analysis, cap: int) -> None:
-    """Joins the gathers of updated shards, whose results are only written into the parameters, up to `cap` elements."""
+    """Joins the gathers of updated shards, whose results are only written into the
+    parameters, up to `cap` elements.
+    """
     index, roots = {node: position for position, node in enumerate(graph.nodes)}, storages(graph)
     items = [
         _gathering(reduction.start, numel_of(reduction.start))
@@ -75,7 +100,9 @@ def bucket_updates(graph: Graph, analysis: Analysis, cap: int) -> None:
 
 
 def _is_written(node: Node, roots: Mapping[Node, Node]) -> bool:
-    """Whether the node writes its input into an argument of the graph, or only prepares that write."""
+    """Whether the node writes its input into an argument of the graph, or only prepares
+    that write.
+    """
     if node.target is aten.copy.default:
         return all(is_write(user, roots) for user in node.users)
     return is_write(node, roots)
@@ -92,9 +119,15 @@ def _uses(gather: Gather, index: dict[Node, int]) -> list[int]:
 
 
 def _gathering(start: Node, numel: int) -> _Item | None:
-    """An all-gather of one flat shard, or an all-to-all that sends one shard to all ranks; `numel` counts parameters."""
+    """An all-gather of one flat shard, or an all-to-all that sends one shard to all
+    ranks; `numel` counts parameters.
+    """
     shard = _shard(start)
-    if shard is None or shard.meta["val"].dim() != 1 or [user.target for user in start.users] != [WAIT]:
+    if (
+        shard is None
+        or shard.meta["val"].dim() != 1
+        or [user.target for user in start.users] != [WAIT]
+    ):
         return None
     val, ranks = shard.meta["val"], start.args[1]
     num_ranks = ranks if isinstance(ranks, int) else len(ranks)  # type: ignore[arg-type]
@@ -113,7 +146,9 @@ def _shard(start: Node) -> Node | None:
     return shard if list(received) == list(sent) == [shard.meta["val"].numel()] * times else None
 
 
-def _gather_together(graph: Graph, buckets: Sequence[Sequence[_Item]], index: dict[Node, int]) -> None:
+def _gather_together(
+    graph: Graph, buckets: Sequence[Sequence[_Item]], index: dict[Node, int]
+) -> None:
     """Replaces each bucket by one coalesced all-gather."""
     for bucket in buckets:
         with graph.inserting_before(max((item.start for item in bucket), key=index.__getitem__)):
@@ -121,27 +156,35 @@ def _gather_together(graph: Graph, buckets: Sequence[Sequence[_Item]], index: di
             start = call(graph, ALL_GATHERS, shards, bucket[0].num_ranks, bucket[0].kind[0])
             name_contents(start, [item.start for item in bucket])
             for i, item in enumerate(bucket):
-                item.wait.replace_all_uses_with(call(graph, WAIT, call(graph, operator.getitem, start, i)))
+                item.wait.replace_all_uses_with(
+                    call(graph, WAIT, call(graph, operator.getitem, start, i))
+                )
     _forget(graph, buckets)
     if buckets:
         sort(graph)  # the first item of a bucket may have been used before the start of the last
 
 
-# --- reductions --------------------------------------------------------------------------------------------------
+# --- reductions -----------------------------------------------------------------------------------
 
 
 def bucket_reductions(graph: Graph, analysis: Analysis, cap: int) -> None:
-    """Joins gradient reductions whose inputs are ready consecutively, up to `cap` elements."""
+    """Joins gradient reductions whose inputs are ready consecutively, up to `cap`
+    elements.
+    """
     index = {node: position for position, node in enumerate(graph.nodes)}
     ready: dict[Node, int] = {}
     for node in graph.nodes:
         cheap = node.op == "placeholder" or is_cheap(node)
-        ready[node] = max((ready[arg] for arg in node.all_input_nodes), default=0) if cheap else index[node]
+        ready[node] = (
+            max((ready[arg] for arg in node.all_input_nodes), default=0) if cheap else index[node]
+        )
     kinds = (_REDUCE_SCATTER, _ALL_TO_ALL, ALL_REDUCE)
     items = [
         _item(reduction.start, *reduction.waits)
         for reduction in analysis.reductions
-        if reduction.start.target in kinds and not reduction.needs_other and _is_tensor(reduction.start)
+        if reduction.start.target in kinds
+        and not reduction.needs_other
+        and _is_tensor(reduction.start)
     ]
     items.sort(key=lambda item: ready[item.start.all_input_nodes[0]])
     buckets = _buckets(items, cap)
@@ -188,7 +231,9 @@ def _buckets(items: Iterable[_Item | None], cap: int) -> list[list[_Item]]:
 def _join(graph: Graph, bucket: Sequence[_Item]) -> None:
     """Replaces a bucket of reductions by one, at the graph's insertion point."""
     target, num_ranks = bucket[0].start.target, bucket[0].num_ranks
-    inputs = [call(graph, aten.reshape.default, item.start.args[0], [num_ranks, -1]) for item in bucket]
+    inputs = [
+        call(graph, aten.reshape.default, item.start.args[0], [num_ranks, -1]) for item in bucket
+    ]
     numels = [node.meta["val"].shape[1] for node in inputs]
     joined = call(graph, aten.cat.default, inputs, 1)
     flat = call(graph, aten.reshape.default, joined, [-1])
@@ -199,16 +244,26 @@ def _join(graph: Graph, bucket: Sequence[_Item]) -> None:
     name_contents(start, [item.start for item in bucket])
     wait = call(graph, WAIT, start)
     rows = 1 if target is _REDUCE_SCATTER else num_ranks
-    parts = call(graph, aten.split_with_sizes.default, call(graph, aten.view.default, wait, [rows, -1]), numels, 1)
+    parts = call(
+        graph,
+        aten.split_with_sizes.default,
+        call(graph, aten.view.default, wait, [rows, -1]),
+        numels,
+        1,
+    )
     for i, item in enumerate(bucket):
         part = call(graph, operator.getitem, parts, i)
         if rows > 1:  # the rows of one item are not contiguous in the joined result
             part = call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
-        item.wait.replace_all_uses_with(call(graph, aten.view.default, part, list(item.wait.meta["val"].shape)))
+        item.wait.replace_all_uses_with(
+            call(graph, aten.view.default, part, list(item.wait.meta["val"].shape))
+        )
 
 
 def _forget(graph: Graph, buckets: Sequence[Sequence[_Item]]) -> None:
-    """Erases the joined collectives; only at the end, because new nodes are inserted before them."""
+    """Erases the joined collectives; only at the end, because new nodes are inserted
+    before them.
+    """
     for bucket in buckets:
         for item in bucket:
             graph.erase_node(item.wait)
@@ -219,7 +274,14 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A new node, with its result in `meta["val"]`."""
     node = graph.call_function(target, args, kwargs)
     vals = map_arg(args, lambda arg: arg.meta["val"])
-    fake = next((arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta["val"], FakeTensor)), None)
+    fake = next(
+        (
+            arg.meta["val"]
+            for arg in node.all_input_nodes
+            if isinstance(arg.meta["val"], FakeTensor)
+        ),
+        None,
+    )
     if fake is None:
         node.meta["val"] = target(*vals, **kwargs)
     else:

@@ -1,11 +1,14 @@
-"""`CompiledStep`: the train step as one graph: forward, backward, collectives, clipping, overflow, optimizer.
+"""`CompiledStep`: the train step as one graph: forward, backward, collectives,
+clipping, overflow, optimizer.
 
-`StepFunctions` are what is traced (`fzero.graph.tracing`). The state is *donated*: a write into an argument becomes a copy into
-the same memory at the end of the graph. The traced aten graph is then scheduled: gathers move to their first use and are
-repeated for the backward, reductions start when their input is ready, new state is written as soon as no node reads the old one.
+`StepFunctions` are what is traced (`fzero.graph.tracing`). The state is *donated*: a
+write into an argument becomes a copy into the same memory at the end of the graph. The
+traced aten graph is then scheduled: gathers move to their first use and are repeated
+for the backward, reductions start when their input is ready, new state is written as
+soon as no node reads the old one.
 
-As with a JAX `jit`, a function is traced again for other shapes, dtypes and constants in the batch, and where a Python value that
-the model reads has changed.
+As with a JAX `jit`, a function is traced again for other shapes, dtypes and constants
+in the batch, and where a Python value that the model reads has changed.
 
 Shape letters: W ranks, A micro-steps.
 """
@@ -46,11 +49,15 @@ from fzero.state import TrainState
 
 State = TrainState[Tensor]
 MOST_GRAPHS = 8
-"""The most graphs of one function; a model that needs another one in each step would spend its time on captures."""
+"""The most graphs of one function; a model that needs another one in each step would
+spend its time on captures.
+"""
 
 
 def pass_options(plan: Plan) -> PassOptions:
-    """The limits of a step's schedule: those of the configuration, and the defaults of the eager step for the rest."""
+    """The limits of a step's schedule: those of the configuration, and the defaults of
+    the eager step for the rest.
+    """
     named = {
         "prefetch": plan.prefetch,
         "max_reuse_distance": plan.max_reuse_distance,
@@ -72,8 +79,11 @@ class ArgumentKind(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Any) -> Self:
-        """Shapes, strides, dtypes and devices of tensors; other leaves as they are; the present settings of PyTorch."""
-        keys = list[tuple[Any, ...]]()  # a tree has the keys of its dicts sorted, and code may read them in their order
+        """Shapes, strides, dtypes and devices of tensors; other leaves as they are; the
+        present settings of PyTorch.
+        """
+        # a tree has the keys of its dicts sorted, and code may read them in their order
+        keys = list[tuple[Any, ...]]()
 
         def note(node: Any) -> bool:
             if isinstance(node, dict):
@@ -85,7 +95,9 @@ class ArgumentKind(NamedTuple):
 
 
 def _kind_of(leaf: Any) -> Any:
-    """The compared property of a leaf. For a float it is the text: 0.0 equals -0.0, and NaN does not equal itself."""
+    """The compared property of a leaf. For a float it is the text: 0.0 equals -0.0, and
+    NaN does not equal itself.
+    """
     if isinstance(leaf, Tensor):
         return TensorKind.of(leaf)
     if isinstance(leaf, float):
@@ -94,11 +106,14 @@ def _kind_of(leaf: Any) -> Any:
         return frozenset(leaf)
     kind, is_one_value = type(leaf), isinstance(leaf, Enum | type | FunctionType)
     has_own_eq = any("__eq__" in vars(base) for base in kind.__mro__[:-1])
-    if kind.__hash__ is None or (not has_own_eq and not is_one_value and getattr(leaf, "__dict__", {})):
+    if kind.__hash__ is None or (
+        not has_own_eq and not is_one_value and getattr(leaf, "__dict__", {})
+    ):
         raise ValueError(
-            f"batch: must be of tensors, numbers and texts in tuples, lists and dicts where the step is one graph, got a "
-            f"{kind.__name__}, whose contents a graph would not read anew; take them out (dict(batch), vars(batch), "
-            f"torch.from_numpy), or pass compile='block'"
+            f"batch: must be of tensors, numbers and texts in tuples, lists and dicts where the "
+            f"step is one graph, got a {kind.__name__}, whose contents a graph would not read "
+            f"anew; take them out (dict(batch), vars(batch), torch.from_numpy), or pass "
+            f"compile='block'"
         )
     return leaf
 
@@ -138,15 +153,17 @@ class CompiledStep:
 
     Without a backend nothing is captured, and the functions run eagerly.
 
-    Without gradient accumulation the step is one graph. With it there are two, a micro-step and the update: one graph would
-    hold the forward and the backward A times and take A times as long to compile.
+    Without gradient accumulation the step is one graph. With it there are two, a
+    micro-step and the update: one graph would hold the forward and the backward A times
+    and take A times as long to compile.
 
     Args:
         run, transforms, stacked: see `StepFunctions`.
         backend: what compiles graphs.
 
     Attributes:
-        graphs: the scheduled aten graph of each capture, in order; a `copy_` writes each mutated argument.
+        graphs: the scheduled aten graph of each capture, in order; a `copy_` writes
+            each mutated argument.
         most_graphs: the most graphs of one function.
     """
 
@@ -165,19 +182,24 @@ class CompiledStep:
         self.most_graphs = MOST_GRAPHS + run.changes.num_constants
         self._units = {buffer.key: unit.name for unit in run.plan.units for buffer in unit.buffers}
         self._compiled: dict[str, list[Compiled]] = {}
-        self._observers = (axis.observe,) if isinstance(axis, ProcessAxis) and axis.observe is not None else ()
+        self._observers = (
+            (axis.observe,) if isinstance(axis, ProcessAxis) and axis.observe is not None else ()
+        )
 
     @property
     def is_captured(self) -> bool:
         return self.backend is not None
 
-    def __call__(self, state: State, micro_batches: Sequence[Any], numbers: Tensor) -> tuple[Outcome, bool]:
+    def __call__(
+        self, state: State, micro_batches: Sequence[Any], numbers: Tensor
+    ) -> tuple[Outcome, bool]:
         """Runs one step in place on `state`. *Collective.*
 
         Args:
             state: donated, its module buffers and the states of comm hooks, too.
             micro_batches: A batches.
-            numbers: the number of this pass, a checksum of the hyper-parameters, and 0 (3,), float64; equal on all ranks.
+            numbers: the number of this pass, a checksum of the hyper-parameters, and 0
+                (3,), float64; equal on all ranks.
 
         Returns:
             The outcome, and whether losses are sums.
@@ -188,13 +210,18 @@ class CompiledStep:
         rows, is_sum = self._accumulate(state, micro_batches, numbers)
         return self._run("update", state, rows, is_sum), is_sum
 
-    def collect(self, state: State, micro_batches: Sequence[Any], numbers: Tensor) -> tuple[Tensor, bool]:
-        """A step without the update: leaves the mean gradients in `state.grads`, and makes its buffers equal. *Collective.*
+    def collect(
+        self, state: State, micro_batches: Sequence[Any], numbers: Tensor
+    ) -> tuple[Tensor, bool]:
+        """A step without the update: leaves the mean gradients in `state.grads`, and
+        makes its buffers equal. *Collective.*
 
-        For optimizer state that is offloaded, where the graph cannot update it. Arguments as for a call.
+        For optimizer state that is offloaded, where the graph cannot update it.
+        Arguments as for a call.
 
         Returns:
-            The rows of all ranks in each micro-step (A, W, 4): loss, weight or -1, and two of `numbers`; whether losses are sums.
+            The rows of all ranks in each micro-step (A, W, 4): loss, weight or -1, and
+            two of `numbers`; whether losses are sums.
         """
         if len(micro_batches) == 1:
             rows, is_sum = self._run("gradients", state, micro_batches[0], numbers)
@@ -204,12 +231,18 @@ class CompiledStep:
         return rows, is_sum
 
     def evaluate(self, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """The loss of one batch on this rank, and its weight if it is a sum; writes the module buffers. *Collective.*"""
+        """The loss of one batch on this rank, and its weight if it is a sum; writes the
+        module buffers. *Collective.*
+        """
         result: tuple[Tensor, Tensor | None] = self._run("evaluate", state, batch)
         return result
 
-    def _accumulate(self, state: State, micro_batches: Sequence[Any], numbers: Tensor) -> tuple[Tensor, bool]:
-        """Adds up the gradients of micro-steps; returns the rows of all ranks in each (A, W, 4), and whether losses are sums."""
+    def _accumulate(
+        self, state: State, micro_batches: Sequence[Any], numbers: Tensor
+    ) -> tuple[Tensor, bool]:
+        """Adds up the gradients of micro-steps; returns the rows of all ranks in each
+        (A, W, 4), and whether losses are sums.
+        """
         for grads in state.grads.values():
             grads.zero_()
         rows_A = []
@@ -220,25 +253,34 @@ class CompiledStep:
             rows_A.append(rows)
         return torch.stack(rows_A, rows.dim() - 2), is_sum
 
-    # --- captures ------------------------------------------------------------------------------------------------
+    # --- captures ---------------------------------------------------------------------------------
 
     def _run(self, name: str, state: State, *further: Any) -> Any:
-        """Runs one of the `StepFunctions`, captured if need be. Only the `further` arguments may differ in their shapes."""
+        """Runs one of the `StepFunctions`, captured if need be. Only the `further`
+        arguments may differ in their shapes.
+        """
         function = getattr(self.functions, name)
         constants: tuple[Hashable, ...] = ()
         if self._runtime.changes.num_constants and name in ("full_step", "gradients", "micro_step"):
-            constants = self.functions.model.constants = self._runtime.changes.constants(int(state.step.reshape(-1)[0]))
+            constants = self.functions.model.constants = self._runtime.changes.constants(
+                int(state.step.reshape(-1)[0])
+            )
         if self.backend is None:
             return function(state, *further)
         kind, known = ArgumentKind.of((further, constants)), self._compiled.setdefault(name, [])
         compiled = next((one for one in known if one.misfit(kind) is None), None)
         if compiled is None:
             if len(known) == self.most_graphs:
-                raise too_often(type(self._runtime.spec.model).__name__, self.most_graphs, known[-1].misfit(kind))
+                raise too_often(
+                    type(self._runtime.spec.model).__name__,
+                    self.most_graphs,
+                    known[-1].misfit(kind),
+                )
             compiled = self._compile(function, (state, *further), kind)
             known.append(compiled)
         tensors = [x for x in optree.tree_leaves((state, *further)) if isinstance(x, Tensor)]
-        # The graph holds the casts of an autocast around the step, and what is cast nowhere must not be cast now.
+        # The graph holds the casts of an autocast around the step, and what is cast nowhere must
+        # not be cast now.
         with (
             torch.no_grad(),
             torch.autocast(self._runtime.device.type, enabled=False),
@@ -250,47 +292,69 @@ class CompiledStep:
                 observe(record)
         return result
 
-    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: ArgumentKind) -> Compiled:
+    def _compile(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: ArgumentKind
+    ) -> Compiled:
         """Captures a function; rank 0 reports on stderr how long that took."""
         assert self.backend is not None
         began = time.perf_counter()
         traced = self._trace(function, arguments)
         exchanges = tuple(along for along in self.axes.values() if not along.is_nccl)
-        runner, graph = make_runner(self.backend, traced.module, self.options, self.checkpoint, exchanges)
+        runner, graph = make_runner(
+            self.backend, traced.module, self.options, self.checkpoint, exchanges
+        )
         if self._stacked is not None:
             check_draws_nothing(graph)
         self.graphs.append(graph)
         if self._runtime.ranks.rank == 0:
             name, stage = type(self._runtime.spec.model).__name__, self._runtime.plan.stage
             what = f"a step of {name} in stage {stage} with {self.backend}"
-            print(f"fzero: compiled {what} in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+            print(
+                f"fzero: compiled {what} in {time.perf_counter() - began:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
         return Compiled(kind, traced, runner, graph, sent_in(graph, self.axes))
 
     def _trace(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Traced:
         spec = self._runtime.spec
         functions = () if spec.loss_fn is None else (spec.loss_fn,)
         with in_one_graph(type(spec.model).__name__):
-            traced = trace(function, arguments, spec.model, self.checkpoint, functions, held=spec.held or ())
-        for node, path in zip(traced.graph.find_nodes(op="placeholder"), traced.paths, strict=False):
+            traced = trace(
+                function, arguments, spec.model, self.checkpoint, functions, held=spec.held or ()
+            )
+        for node, path in zip(
+            traced.graph.find_nodes(op="placeholder"), traced.paths, strict=False
+        ):
             if path[0] == 0 and path[2:]:  # a dict of the state
                 unit = self._units.get(path[2])
                 node.meta |= {} if unit is None else {"unit": unit}
         return traced
 
     def trace(self, state: State, micro_batches: Sequence[Any]) -> list[Captured]:
-        """The graphs that a step would run, in order. Runs nothing, and changes nothing."""
+        """The graphs that a step would run, in order. Runs nothing, and changes
+        nothing.
+        """
         if len(micro_batches) == 1:
             numbers = torch.empty((3,), dtype=torch.float64, device=self._runtime.device)
             self.functions.model.constants = self._runtime.changes.constants(0)
-            return [self._captured(self._trace(self.functions.full_step, (state, micro_batches[0], numbers)))]
+            return [
+                self._captured(
+                    self._trace(self.functions.full_step, (state, micro_batches[0], numbers))
+                )
+            ]
         micro_steps, is_sum = self.trace_micro_steps(state, micro_batches)
         return [*micro_steps, self.trace_update(state, len(micro_batches), is_sum)]
 
     def trace_gathers(self, state: State) -> Captured:
-        """The graph of the gathers that a step makes at its start, where it gathers once."""
+        """The graph of the gathers that a step makes at its start, where it gathers
+        once.
+        """
         return self._captured(self._trace(self.functions.gathered, (state,)))
 
-    def trace_micro_steps(self, state: State, micro_batches: Sequence[Any]) -> tuple[list[Captured], bool]:
+    def trace_micro_steps(
+        self, state: State, micro_batches: Sequence[Any]
+    ) -> tuple[list[Captured], bool]:
         """The graphs of micro-steps, and whether losses are sums."""
         numbers = torch.empty((3,), dtype=torch.float64, device=self._runtime.device)
         self.functions.model.constants = self._runtime.changes.constants(0)
@@ -305,7 +369,11 @@ class CompiledStep:
     def trace_update(self, state: State, num_micro_steps: int, is_sum: bool) -> Captured:
         """The graph of the end of a step after its micro-steps."""
         rows_A = torch.empty(
-            num_micro_steps, self.functions.num_ranks, 4, dtype=torch.float64, device=self._runtime.device
+            num_micro_steps,
+            self.functions.num_ranks,
+            4,
+            dtype=torch.float64,
+            device=self._runtime.device,
         )
         return self._captured(self._trace(self.functions.update, (state, rows_A, is_sum)))
 
@@ -315,7 +383,9 @@ class CompiledStep:
         return Captured(traced.graph, units, self.options, self.checkpoint, self.axes)
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same captured functions; `observe`, too, receives a record of each collective."""
+        """The same captured functions; `observe`, too, receives a record of each
+        collective.
+        """
         twin = copy.copy(self)
         twin._observers = (*self._observers, observe)
         return twin

@@ -1,4 +1,6 @@
-"""Errors of a capture in a few lines: the line of the model that cannot be captured, the reason, and the fix."""
+"""Errors of a capture in a few lines: the line of the model that cannot be captured,
+the reason, and the fix.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _OWN = (RematError, VmapError, ParameterError, ConfigError)
 
 @contextmanager
 def in_one_graph(model: str) -> Iterator[None]:
-    """Raises CompileError, in a few lines, for what a capture of the body raises; errors of fzero's own stay as they are.
+    """Raises CompileError, in a few lines, for what a capture of the body raises;
+    errors of fzero's own stay as they are.
 
     Args:
         model: the name of its class.
@@ -53,18 +56,18 @@ def in_collectives(model: str) -> Iterator[None]:
 def too_often(model: str, num_graphs: int, reason: str | None) -> CompileError:
     """The error for a function that would be captured in every step."""
     return CompileError(
-        f"{model}: captured {num_graphs} times, because a value changes from step to step: {reason}\n"
-        f"Keep it the same (pad batches to a few shapes, count in a module buffer), raise most_graphs of "
-        f"step.program.compiled, or pass compile='block'."
+        f"{model}: captured {num_graphs} times, because a value changes from step to step: "
+        f"{reason}\nKeep it the same (pad batches to a few shapes, count in a module buffer), "
+        f"raise most_graphs of step.program.compiled, or pass compile='block'."
     )
 
 
 def no_block(name: str, error: Exception) -> CompileError:
     """The error for a block that torch.compile cannot compile."""
     return CompileError(
-        f"unit {name!r}: torch.compile cannot compile its forward: {textwrap.shorten(str(error), 600)}\n"
-        f"Leave compile='block' out, which shows whether the forward itself raises; name other modules in units=, or change "
-        f"that line."
+        f"unit {name!r}: torch.compile cannot compile its forward: "
+        f"{textwrap.shorten(str(error), 600)}\nLeave compile='block' out, which shows whether the "
+        f"forward itself raises; name other modules in units=, or change that line."
     )
 
 
@@ -75,16 +78,23 @@ def _is_raised_by_fzero(error: Exception) -> bool:
 
 
 def _reason(error: BaseException, model: str) -> str:
-    """The line that cannot be captured, the user's line that calls it, the reason and the fix."""
+    """The line that cannot be captured, the user's line that calls it, the reason and
+    the fix.
+    """
     stack = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in stack if not frame.filename.startswith(_NOT_THE_MODEL) or _is_package(frame)]
+    frames = [
+        frame
+        for frame in stack
+        if not frame.filename.startswith(_NOT_THE_MODEL) or _is_package(frame)
+    ]
     where = _location(frames[-1]) if frames else model
     users = [frame for frame in frames if not _is_package(frame)]
     if users and users[-1] is not frames[-1]:
         where += f"\ncalled from {_location(users[-1])}"
     return (
         f"{where}\ncannot be captured in one graph: {textwrap.shorten(_text(error), 400)}\n"
-        f"Change that line, or pass compile='block', which compiles block by block and runs the rest eagerly."
+        f"Change that line, or pass compile='block', which compiles block by block and runs the "
+        f"rest eagerly."
     )
 
 
@@ -101,7 +111,9 @@ _NOT_THE_MODEL = (_FZERO, str(Path(torch.__file__).parent), sysconfig.get_path("
 
 def _is_package(frame: traceback.FrameSummary) -> bool:
     """Whether the frame is in an installed package other than torch."""
-    return "site-packages" in Path(frame.filename).parts and not frame.filename.startswith(_NOT_THE_MODEL[:2])
+    return "site-packages" in Path(frame.filename).parts and not frame.filename.startswith(
+        _NOT_THE_MODEL[:2]
+    )
 
 
 def _location(frame: traceback.FrameSummary) -> str:

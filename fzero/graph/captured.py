@@ -1,4 +1,6 @@
-"""`Captured`: one graph of a step, captured in a dry run, with its schedule, its records of collectives and its timeline."""
+"""`Captured`: one graph of a step, captured in a dry run, with its schedule, its
+records of collectives and its timeline.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Captured(NamedTuple):
     graph: torch.fx.Graph
     """The aten graph; `meta["val"]` of every node holds its tensors, without memory."""
     units: dict[str, str]
-    """The unit of each tensor that belongs to a flat buffer, by the name of its placeholder."""
+    """The unit of each tensor that belongs to a flat buffer, by the name of its
+    placeholder.
+    """
     options: PassOptions
     checkpoint: Sequence[str]
     """The modules that the backward runs again."""
@@ -29,8 +33,12 @@ class Captured(NamedTuple):
     """The mesh axis of each process group, by the group's name in the graph."""
 
     def scheduled(self) -> Captured:
-        """The graph as it runs: checkpointed operators appear twice, and all nodes are in the scheduled order."""
-        return self._replace(graph=run_passes(rematerialise(self.graph, self.checkpoint), self.options))
+        """The graph as it runs: checkpointed operators appear twice, and all nodes are
+        in the scheduled order.
+        """
+        return self._replace(
+            graph=run_passes(rematerialise(self.graph, self.checkpoint), self.options)
+        )
 
     def sent(self) -> list[CommRecord]:
         """One record per collective and flat buffer, in order."""

@@ -1,4 +1,6 @@
-"""`trace` and `explain`: the graphs that `compile="step"` captures, and the timeline of a train step from them."""
+"""`trace` and `explain`: the graphs that `compile="step"` captures, and the timeline of
+a train step from them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
 def trace(step: Explained, batch: Any) -> list[Captured]:
     """See `TrainStep.trace`."""
     if step.runtime.spec.is_part:
-        raise ValueError("trace: a pipeline runs in no graph, got one; explain(batch) predicts its stages over time")
+        raise ValueError(
+            "trace: a pipeline runs in no graph, got one; explain(batch) predicts its stages over "
+            "time"
+        )
     micro_batches, program = list(step.runtime.batches.split(batch)), step.program
     if program is None or program.until == "gradients":  # in a dry run all state is on the device
         program = GraphProgram.make(step.runtime, "aot_eager", until="update")
@@ -51,8 +56,8 @@ def explain(step: Explained, batch: Any, *, machine: MachineModel | None) -> Tim
         graphs = step.program.compiled.graphs if step.program else []
         if step.program is None or not graphs:
             raise ValueError(
-                "explain: needs a batch where no graph of the full step has run, got none; pass one, explain(batch), or "
-                "make the step with compile='step' and call the step once"
+                "explain: needs a batch where no graph of the full step has run, got none; pass "
+                "one, explain(batch), or make the step with compile='step' and call the step once"
             )
         graph = max(graphs, key=lambda graph: len(graph.nodes))
         return make_timeline(graph, machine, axes=step.program.compiled.axes, title=title)

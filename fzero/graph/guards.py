@@ -1,17 +1,23 @@
-"""`Guard`: the Python values that a function read while it was traced. While they are the same, its graph is valid.
+"""`Guard`: the Python values that a function read while it was traced. While they are
+the same, its graph is valid.
 
 Recorded are:
 
 - the attributes of the model's modules that were read;
-- the globals that the forwards of the model's classes and the loss function name, and what they have in their closures;
-- what these values hold, and so on: items of containers, attributes of objects, of classes and of modules outside the model, the
-  bytes of arrays, the state of iterators and generators;
-- of each function, method and class found on the way, the globals that its code names. If such a global is a module: the
-  attributes that are named. In installed packages only the forwards and the loss function count as code;
-- hooks of all modules, `os.environ` where it is named, and PyTorch's settings that decide which operators run (`settings`).
+- the globals that the forwards of the model's classes and the loss function name, and
+  what they have in their closures;
+- what these values hold, and so on: items of containers, attributes of objects, of
+  classes and of modules outside the model, the bytes of arrays, the state of iterators
+  and generators;
+- of each function, method and class found on the way, the globals that its code names.
+  If such a global is a module: the attributes that are named. In installed packages
+  only the forwards and the loss function count as code;
+- hooks of all modules, `os.environ` where it is named, and PyTorch's settings that
+  decide which operators run (`settings`).
 
-Functions, classes and modules are compared by identity, numbers and texts by value. An attribute that holds a tensor is an input
-of the graph, so that only its shape, dtype and device are compared.
+Functions, classes and modules are compared by identity, numbers and texts by value. An
+attribute that holds a tensor is an input of the graph, so that only its shape, dtype
+and device are compared.
 """
 
 from __future__ import annotations
@@ -46,20 +52,39 @@ from fzero.graph.holdings import (
     look_at,
 )  # fmt: skip
 
-_BY_IDENTITY = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
+_BY_IDENTITY = (
+    Tensor,
+    nn.Module,
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+    ModuleType,
+    partial,
+)
 OF_RECURRENT = ("_flat_weights", "_flat_weight_refs")
 """Lists of a recurrent module's own parameters."""
 _OF_THE_STATE = (
-    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "__dict__", "__class__", *OF_RECURRENT,
-)  # fmt: skip
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "__dict__",
+    "__class__",
+    *OF_RECURRENT,
+)
 _DEEPEST = 6
-"""The most objects of installed packages that lie within each other; they may lead far away from what the model reads."""
+"""The most objects of installed packages that lie within each other; they may lead far
+away from what the model reads.
+"""
 _CHANGEABLE = (list, set, dict, deque)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An entry of a dict, such as an attribute of a module: the dict, the key, and a name for messages."""
+    """An entry of a dict, such as an attribute of a module: the dict, the key, and a
+    name for messages.
+    """
 
     owner: MutableMapping[str, Any]
     key: Any
@@ -78,14 +103,17 @@ class Place:
 class Guard:
     """The values that a function read.
 
-    `changed()` looks at them again. Its time is that of a few comparisons for each module.
+    `changed()` looks at them again. Its time is that of a few comparisons for each
+    module.
     """
 
     def __init__(self) -> None:
         self._values: list[tuple[Place, Any]] = []
         self._holdings: list[Holding] = []
-        self._empty: list[tuple[str, dict[Any, Any]]] = []  # most dicts of a module are, those of hooks above all
-        self._followed: dict[int, Any] = {}  # keyed by id(); the values keep the objects alive, so no id is reused
+        # most dicts of a module are, those of hooks above all
+        self._empty: list[tuple[str, dict[Any, Any]]] = []
+        # keyed by id(); the values keep the objects alive, so no id is reused
+        self._followed: dict[int, Any] = {}
         self._own: set[int] = set()  # the attributes of the model's modules
         self._todo: deque[tuple[Any, str, int]] = deque()
         self._cached: list[Any] = []  # functions with lru_cache
@@ -93,9 +121,11 @@ class Guard:
     @classmethod
     @contextmanager
     def recording(cls, model: nn.Module, functions: Iterable[Callable[..., Any]]) -> Iterator[Self]:
-        """Records which attributes of the model's modules the body reads, and what its forwards and `functions` read.
+        """Records which attributes of the model's modules the body reads, and what its
+        forwards and `functions` read.
 
-        Inside, every access to an attribute of a module takes a little longer, in all threads.
+        Inside, every access to an attribute of a module takes a little longer, in all
+        threads.
         """
         guard = cls()
         names = {id(module): f"model.{name}".rstrip(".") for name, module in model.named_modules()}
@@ -103,8 +133,13 @@ class Guard:
             guard._followed[id(module)] = module
             guard._own.add(id(vars(module)))
             guard._hold(names[id(module)], Structure(module))
-            for key, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
-                if isinstance(value, Tensor):  # its attributes only: the guard must not keep its memory
+            for key, value in (
+                *module._parameters.items(),
+                *module._buffers.items(),
+                *vars(module).items(),
+            ):
+                # its attributes only: the guard must not keep its memory
+                if isinstance(value, Tensor):
                     guard._follow(vars(value), f"{names[id(module)]}.{key}")
         for function in functions:
             guard._follow_code(function)
@@ -120,12 +155,21 @@ class Guard:
         def access(self: nn.Module, key: str) -> Any:
             at, own = (id(self), key), get(self, "__dict__")
             if key == "__dict__":
-                if at not in read and at[0] in names and _is_of_the_user(sys._getframe(1).f_globals):
+                if (
+                    at not in read
+                    and at[0] in names
+                    and _is_of_the_user(sys._getframe(1).f_globals)
+                ):
                     read.add(at)
                     for each in own.keys() - set(_OF_THE_STATE):
                         if not _is_of_a_step(own[each]):
                             guard._record(Place(own, each, f"{names[at[0]]}.{each}"))
-            elif at not in read and at[0] in names and key not in _OF_THE_STATE and not _is_of_a_step(own.get(key)):
+            elif (
+                at not in read
+                and at[0] in names
+                and key not in _OF_THE_STATE
+                and not _is_of_a_step(own.get(key))
+            ):
                 read.add(at)
                 if not any(key in own[slots] for slots in _OF_THE_STATE[:3]):
                     guard._record(Place(own, key, f"{names[at[0]]}.{key}"))
@@ -157,22 +201,32 @@ class Guard:
         return None
 
     def undo(self) -> str | None:
-        """Undoes what the body has done to the contents of containers; returns the name of one, or None.
+        """Undoes what the body has done to the contents of containers; returns the name
+        of one, or None.
 
-        Other values stay as the body has set them, unless they are tensors of the trace: then the next capture sees them.
+        Other values stay as the body has set them, unless they are tensors of the
+        trace: then the next capture sees them.
         """
         for cached in self._cached:
             cached.cache_clear()  # it may hold tensors of the trace
         found = []
         for place, then in self._values:
-            if (now := place.get()) is not then and id(place.owner) not in self._own and has_traced(now):
+            if (
+                (now := place.get()) is not then
+                and id(place.owner) not in self._own
+                and has_traced(now)
+            ):
                 place.set(then)
                 found.append(place.name)
         for holding in self._holdings:
             now = holding.look(holding.value)
             if are_same(now, holding.parts):
                 continue
-            if isinstance(holding.value, _CHANGEABLE) or is_source(holding.value) or has_traced(now):
+            if (
+                isinstance(holding.value, _CHANGEABLE)
+                or is_source(holding.value)
+                or has_traced(now)
+            ):
                 holding.restore()
                 found.append(holding.name)
         for name, value in self._empty:
@@ -181,7 +235,7 @@ class Guard:
                 found.append(name)
         return found[0] if found else None
 
-    # --- what values hold ------------------------------------------------------------------------------------------
+    # --- what values hold -------------------------------------------------------------------------
 
     def _record(self, place: Place, depth: int = 0) -> None:
         """Records an entry, and what its value holds."""
@@ -191,7 +245,9 @@ class Guard:
         self._follow(value, place.name, depth)
 
     def _hold(self, name: str, value: Any) -> list[tuple[Any, Any]]:
-        """Records the parts of a value; returns them with their names or numbers, without those that bytes stand for."""
+        """Records the parts of a value; returns them with their names or numbers,
+        without those that bytes stand for.
+        """
         if type(value) in (dict, OrderedDict) and not value:
             self._empty.append((name, value))
             return []
@@ -228,26 +284,38 @@ class Guard:
             self._follow_method(value)
             return
         # Classes are asked, because an object's own `__getattr__` may answer anything, or raise.
-        if hasattr(type(value), "cache_clear") and isinstance(getattr(value, "__wrapped__", None), FunctionType):
+        if hasattr(type(value), "cache_clear") and isinstance(
+            getattr(value, "__wrapped__", None), FunctionType
+        ):
             self._cached.append(value)
         if has_attributes_beside(value):
             self._follow(vars(value), name, depth)
         if items := self._hold(name, value):
             for kind in (type(value), *(value.__bases__ if isinstance(value, type) else ())):
                 self._follow(kind, kind.__name__)
-            depth += is_installed(type(value)) and not isinstance(value, (dict, *CONTAINERS, nn.Module))
+            depth += is_installed(type(value)) and not isinstance(
+                value, (dict, *CONTAINERS, nn.Module)
+            )
             for key, held in items:
-                self._follow(held, f"{name}[{key!r}]" if isinstance(key, int) else f"{name}.{key}", depth)
+                self._follow(
+                    held, f"{name}[{key!r}]" if isinstance(key, int) else f"{name}.{key}", depth
+                )
 
     def _follow_code(self, function: Callable[..., Any]) -> None:
-        """A function or a callable object of the user, also if an installed package defines it."""
+        """A function or a callable object of the user, also if an installed package
+        defines it.
+        """
         self._follow(function, getattr(function, "__name__", type(function).__name__))
-        call = function if isinstance(function, FunctionType) else vars(type(function)).get("__call__")
+        call = (
+            function if isinstance(function, FunctionType) else vars(type(function)).get("__call__")
+        )
         if isinstance(call, FunctionType):
             self._follow_function(call)
 
     def _follow_function(self, function: FunctionType) -> None:
-        """The values of a function: its attributes, the globals that it names, and its closure."""
+        """The values of a function: its attributes, the globals that it names, and its
+        closure.
+        """
         if id(function) in self._followed:
             return
         self._followed[id(function)] = function
@@ -258,10 +326,14 @@ class Guard:
             self._record(Place(function.__globals__, name, name))
             if isinstance(value := function.__globals__[name], ModuleType):
                 self._follow_module(value, names, name, set())
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
             self._record(Place(_Cell(cell), name, name))
 
-    def _follow_module(self, module: ModuleType, names: set[str], path: str, above: set[int]) -> None:
+    def _follow_module(
+        self, module: ModuleType, names: set[str], path: str, above: set[int]
+    ) -> None:
         """The attributes of a module that code names, also those of modules in it."""
         if module is os and not names.isdisjoint(("environ", "getenv")):
             self._follow(os.environ, "os.environ")
@@ -272,7 +344,9 @@ class Guard:
                 self._follow_module(value, names, place.name, above | {id(module)})
 
     def _follow_method(self, method: MethodType) -> None:
-        """A method's code, and the attributes of its object that it and the methods that it calls name."""
+        """A method's code, and the attributes of its object that it and the methods
+        that it calls name.
+        """
         owner, function = method.__self__, method.__func__
         if isinstance(function, FunctionType):
             self._follow_function(function)
@@ -329,13 +403,22 @@ class _OfClass(dict[str, Any]):
 
 def settings() -> tuple[Any, ...]:
     """The settings of PyTorch on which the operators of a function depend."""
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    autocast = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    ]
     attention = [is_on() for is_on in _ATTENTION]
-    return torch.get_default_dtype(), *autocast, torch.are_deterministic_algorithms_enabled(), *attention
+    return (
+        torch.get_default_dtype(),
+        *autocast,
+        torch.are_deterministic_algorithms_enabled(),
+        *attention,
+    )
 
 
 _ATTENTION = [
-    getattr(torch.backends.cuda, f"{name}_sdp_enabled") for name in ("flash", "math", "mem_efficient", "cudnn")
+    getattr(torch.backends.cuda, f"{name}_sdp_enabled")
+    for name in ("flash", "math", "mem_efficient", "cudnn")
 ]
 
 
@@ -346,15 +429,21 @@ def _is_of_a_step(value: Any) -> bool:
 
 def _is_of_the_user(scope: Mapping[str, Any]) -> bool:
     """Whether the globals of a function are those of a module that is not installed."""
-    return scope is not _OF_MODULES and not is_installed(sys.modules.get(scope.get("__name__", ""), torch))
+    return scope is not _OF_MODULES and not is_installed(
+        sys.modules.get(scope.get("__name__", ""), torch)
+    )
 
 
 _OF_MODULES = vars(sys.modules[nn.Module.__module__])
 
 
 def has_traced(value: Any) -> bool:
-    """Whether a value is, or holds, a tensor of a trace, also as an attribute of an object in it."""
-    leaves = optree.tree_leaves(value, is_leaf=lambda x: isinstance(x, Mapping) and type(x) is not dict)
+    """Whether a value is, or holds, a tensor of a trace, also as an attribute of an
+    object in it.
+    """
+    leaves = optree.tree_leaves(
+        value, is_leaf=lambda x: isinstance(x, Mapping) and type(x) is not dict
+    )
     inside = [vars(x) for x in leaves if hasattr(x, "__dict__") and not isinstance(x, _BY_IDENTITY)]
     inside += [dict(x) for x in leaves if isinstance(x, Mapping)]
     found = [*leaves, *optree.tree_leaves(inside)]
@@ -363,12 +452,18 @@ def has_traced(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     return (
-        str(TensorKind.of(value)) if isinstance(value, Tensor) else "missing" if value is MISSING else f"{value!r:.80}"
+        str(TensorKind.of(value))
+        if isinstance(value, Tensor)
+        else "missing"
+        if value is MISSING
+        else f"{value!r:.80}"
     )
 
 
 def names_of_code(code: CodeType) -> set[str]:
-    """The names that code may read from its globals, its inner functions' too, and the texts in it, for `getattr`."""
+    """The names that code may read from its globals, its inner functions' too, and the
+    texts in it, for `getattr`.
+    """
     inner = [names_of_code(x) for x in code.co_consts if isinstance(x, CodeType)]
     texts = (x for x in code.co_consts if isinstance(x, str))
     return {*code.co_names, *texts}.union(*inner)

@@ -1,7 +1,8 @@
-"""`Holding`: what a value held, such as the items of a list or the attributes of an object, to be compared later.
+"""`Holding`: what a value held, such as the items of a list or the attributes of an
+object, to be compared later.
 
-`look_at` says how to look at what a value holds: one row of parts. Rows are compared part by part: numbers and texts by their
-values, others by identity (`is_same`).
+`look_at` says how to look at what a value holds: one row of parts. Rows are compared
+part by part: numbers and texts by their values, others by identity (`is_same`).
 """
 
 from __future__ import annotations
@@ -56,11 +57,15 @@ class TensorKind(NamedTuple):
         return cls(x.shape, x.stride(), x.dtype, x.device)
 
     def __str__(self) -> str:
-        return f"{self.dtype} of shape {tuple(self.shape)} and strides {self.stride} on {self.device}"
+        return (
+            f"{self.dtype} of shape {tuple(self.shape)} and strides {self.stride} on {self.device}"
+        )
 
 
 class Structure(NamedTuple):
-    """A module of the model: its class and forward, the names of its tensors, gradient hooks, and the modules in it."""
+    """A module of the model: its class and forward, the names of its tensors, gradient
+    hooks, and the modules in it.
+    """
 
     module: nn.Module
 
@@ -92,7 +97,9 @@ class Holding(NamedTuple):
         value, before = self.value, dict(self.items)
         if isinstance(value, list | set | deque):
             value.clear()
-            value.extend(self.parts) if isinstance(value, list | deque) else value.update(self.parts)
+            value.extend(self.parts) if isinstance(value, list | deque) else value.update(
+                self.parts
+            )
         elif isinstance(value, dict):
             value.clear()
             value.update(before)
@@ -107,7 +114,9 @@ class Holding(NamedTuple):
 
 
 def look_at(value: Any) -> tuple[Callable[[Any], Any], bool] | None:
-    """How to look at what a value holds, and whether the parts have names; None if it holds nothing that may change."""
+    """How to look at what a value holds, and whether the parts have names; None if it
+    holds nothing that may change.
+    """
     if isinstance(value, dict):
         return _in_dict, True
     if isinstance(value, Structure):
@@ -125,22 +134,32 @@ def look_at(value: Any) -> tuple[Callable[[Any], Any], bool] | None:
     if isinstance(value, GeneratorType):
         return _in_generator, False
     is_array = hasattr(type(value), "tobytes")
-    if is_array and getattr(getattr(value, "dtype", None), "hasobject", False):  # an array of Python objects
+    # an array of Python objects
+    if is_array and getattr(getattr(value, "dtype", None), "hasobject", False):
         return lambda value: tuple(value.ravel().tolist()), False
     if isinstance(value, bytearray) or is_array:
-        return lambda value: sha1(bytes(value) if isinstance(value, bytearray) else value.tobytes()).digest(), False
+        return lambda value: sha1(
+            bytes(value) if isinstance(value, bytearray) else value.tobytes()
+        ).digest(), False
     if is_source(value):
-        with suppress(Exception):  # an object that cannot be pickled, such as a file, is not compared
+        # an object that cannot be pickled, such as a file, is not compared
+        with suppress(Exception):
             pickle.dumps(value)
             return pickle.dumps, False
     if isinstance(getattr(value, "__dict__", None), dict):
         return _in_object, True
-    return (_in_object, True) if not is_installed(type(value)) and any(_slots(type(value))) else None
+    return (
+        (_in_object, True) if not is_installed(type(value)) and any(_slots(type(value))) else None
+    )
 
 
 def has_attributes_beside(value: Any) -> bool:
-    """Whether a text, container, array or tensor is of a class whose objects have attributes, too."""
-    is_whole = isinstance(value, (dict, Tensor, *CONTAINERS, *_BY_VALUE)) or hasattr(type(value), "tobytes")
+    """Whether a text, container, array or tensor is of a class whose objects have
+    attributes, too.
+    """
+    is_whole = isinstance(value, (dict, Tensor, *CONTAINERS, *_BY_VALUE)) or hasattr(
+        type(value), "tobytes"
+    )
     return is_whole and isinstance(getattr(value, "__dict__", None), dict)
 
 
@@ -152,12 +171,20 @@ def _in_dict(value: dict[Any, Any]) -> tuple[Any, ...]:
 def _in_structure(value: Structure) -> tuple[Any, ...]:
     module, kind = value.module, type(value.module)
     params, modules = module._parameters, module._modules
-    hooks = [None if param is None else param._backward_hooks for param in params.values()] if params else ()
+    hooks = (
+        [None if param is None else param._backward_hooks for param in params.values()]
+        if params
+        else ()
+    )
     return (kind, kind.forward, *params, *hooks, *modules, *modules.values(), *module._buffers)
 
 
 def _in_class(value: type) -> tuple[Any, ...]:
-    held = {key: x for key, x in vars(value).items() if not key.startswith("__") or isinstance(x, FunctionType)}
+    held = {
+        key: x
+        for key, x in vars(value).items()
+        if not key.startswith("__") or isinstance(x, FunctionType)
+    }
     return (*held, *held.values())
 
 
@@ -169,13 +196,26 @@ def _in_generator(value: Any) -> tuple[Any, ...]:
 def _in_object(value: Any) -> tuple[Any, ...]:
     kind, own = type(value), getattr(value, "__dict__", {})
     slots = () if is_installed(kind) else tuple(_slots(kind))
-    return ("__class__", *slots, *own, kind, *(getattr(value, key, MISSING) for key in slots), *own.values())
+    return (
+        "__class__",
+        *slots,
+        *own,
+        kind,
+        *(getattr(value, key, MISSING) for key in slots),
+        *own.values(),
+    )
 
 
 def is_source(value: Any) -> bool:
-    """Whether a value is an iterator or a generator of random numbers: what it gives next depends on what it has given."""
+    """Whether a value is an iterator or a generator of random numbers: what it gives
+    next depends on what it has given.
+    """
     is_iterator = hasattr(type(value), "__next__") and not hasattr(value, "__dict__")
-    return is_iterator or isinstance(value, Random) or type(value).__module__.startswith("numpy.random")
+    return (
+        is_iterator
+        or isinstance(value, Random)
+        or type(value).__module__.startswith("numpy.random")
+    )
 
 
 def _slots(kind: type) -> Iterator[str]:
@@ -186,7 +226,9 @@ def _slots(kind: type) -> Iterator[str]:
 
 
 def is_installed(value: Any) -> bool:
-    """Whether a class, function or module belongs to fzero, Python or an installed package, whose globals are not followed."""
+    """Whether a class, function or module belongs to fzero, Python or an installed
+    package, whose globals are not followed.
+    """
     name = str(value.__name__ if isinstance(value, ModuleType) else value.__module__)
     package = name.partition(".")[0]
     if package in ("fzero", "sharding") or package in sys.stdlib_module_names:

@@ -1,4 +1,6 @@
-"""`liveness`: the bytes that are alive while each node of a step's graph runs, and how many of them are gathered parameters."""
+"""`liveness`: the bytes that are alive while each node of a step's graph runs, and how
+many of them are gathered parameters.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class Liveness:
     Attributes:
         nodes: the names of the nodes, in order.
         live: bytes while each node runs, including its inputs and its result.
-        gathered: bytes of gathered parameters, without the codes from which a comm hook decodes them.
+        gathered: bytes of gathered parameters, without the codes from which a comm hook
+            decodes them.
         gathered_numel: the same in elements.
         arguments: bytes of the placeholders, which are alive throughout.
     """
@@ -42,13 +45,19 @@ class Liveness:
 
 
 def liveness(graph: Graph, analysis: Analysis | None = None) -> Liveness:
-    """The bytes that are alive while each node runs, if each tensor is freed after its last use.
+    """The bytes that are alive while each node runs, if each tensor is freed after its
+    last use.
 
     A collective keeps its inputs alive until its wait.
     """
     analysis = analyse(graph) if analysis is None else analysis
     roots, nodes = storages(graph), list(graph.nodes)
-    from_gather = {roots[node] for gather in analysis.gathers for node in gather.settle if node not in gather.codes}
+    from_gather = {
+        roots[node]
+        for gather in analysis.gathers
+        for node in gather.settle
+        if node not in gather.codes
+    }
     last_use: dict[Node, int] = {}
     for index, node in enumerate(nodes):
         for held in (node, *node.all_input_nodes):

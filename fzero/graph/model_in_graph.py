@@ -1,7 +1,10 @@
-"""`ModelInGraph`: the loss of a model and its gradients, from flat buffers, as functions that a graph holds.
+"""`ModelInGraph`: the loss of a model and its gradients, from flat buffers, as
+functions that a graph holds.
 
-1. Autograd never sees a collective: the leaves are views of gathered buffers, cut by one split.
-2. The gradient is that of a traced `torch.autograd.backward`, which runs the backward of an `autograd.Function`.
+1. Autograd never sees a collective: the leaves are views of gathered buffers, cut by
+  one split.
+2. The gradient is that of a traced `torch.autograd.backward`, which runs the backward
+  of an `autograd.Function`.
 
 Shape letters: P padded elements of a flat buffer.
 """
@@ -35,7 +38,16 @@ from fzero.graph.impure import (
 )  # fmt: skip
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed, memory_of
-from fzero.model.errors import INSIDE, UNRELATED, flag_changed, has_hook, late, marked, of_own_class, was_changed
+from fzero.model.errors import (
+    INSIDE,
+    UNRELATED,
+    flag_changed,
+    has_hook,
+    late,
+    marked,
+    of_own_class,
+    was_changed,
+)
 from fzero.model.own_params import marks_of, new_marks, own_class
 from fzero.model.tensor_checks import check_unchanged
 from fzero.model.transforms import Call, in_own_dtypes
@@ -50,7 +62,8 @@ See = Callable[[str], Tensor]
 
 
 class ModelInGraph:
-    """The model on one rank, or on all ranks at once, computing with the tensors of a state.
+    """The model on one rank, or on all ranks at once, computing with the tensors of a
+    state.
 
     Args:
         run: the model and its plan, on one rank.
@@ -75,11 +88,15 @@ class ModelInGraph:
         # Functions of the model, whose tensors have another class under torch.vmap.
         self._functions: list[FunctionType] = []
         if isinstance(ranks, Stacked):
-            with Guard.recording(spec.model, () if spec.loss_fn is None else (spec.loss_fn,)) as guard:
+            with Guard.recording(
+                spec.model, () if spec.loss_fn is None else (spec.loss_fn,)
+            ) as guard:
                 self._functions = guard.functions
 
     def loss(self, state: TrainState[Tensor], batch: Any) -> tuple[Tensor, Tensor | None]:
-        """The loss and its weight if it is a sum, without gradients; writes the module buffers of the state."""
+        """The loss and its weight if it is a sum, without gradients; writes the module
+        buffers of the state.
+        """
         forward = self._ranks.each(self._forward)
         with (
             torch.no_grad(),
@@ -89,14 +106,20 @@ class ModelInGraph:
             return forward(tensors, state.buffers, batch, state.step, torch.zeros_like(state.step))
 
     @contextmanager
-    def _unchanged(self, tensors: dict[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Raises ParameterError if the body changes parameters or their flags, or one of two buffers that share memory."""
+    def _unchanged(
+        self, tensors: dict[str, Tensor], buffers: Mapping[str, Tensor]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Raises ParameterError if the body changes parameters or their flags, or one
+        of two buffers that share memory.
+        """
         versions = {name: x._version for name, x in (tensors | dict(buffers)).items()}
         flags = {name: x.requires_grad for name, x in tensors.items()}
         yield tensors
 
         def changed(given: Mapping[str, Tensor]) -> list[str]:
-            return [name for name, x in given.items() if has_changed(x) or x._version != versions[name]]
+            return [
+                name for name, x in given.items() if has_changed(x) or x._version != versions[name]
+            ]
 
         if found := changed(tensors):
             raise was_changed(found[0])
@@ -109,12 +132,21 @@ class ModelInGraph:
     def value_and_grad(
         self, state: TrainState[Tensor], batch: Any, numbers: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], bool]:
-        """One rank's row (4,): loss, weight or -1, two of `numbers`; its gradients by name; whether losses are sums.
+        """One rank's row (4,): loss, weight or -1, two of `numbers`; its gradients by
+        name; whether losses are sums.
 
-        Writes the module buffers of the state. The third of `numbers` is that of the micro-batch.
+        Writes the module buffers of the state. The third of `numbers` is that of the
+        micro-batch.
         """
-        tensors = {name: alone(tensor).detach() for name, tensor in self._ranks.each(self._cut)(state.params).items()}
-        leaves = {name: tensors[name].requires_grad_() for flat in self._trained for name in flat.layout.names}
+        tensors = {
+            name: alone(tensor).detach()
+            for name, tensor in self._ranks.each(self._cut)(state.params).items()
+        }
+        leaves = {
+            name: tensors[name].requires_grad_()
+            for flat in self._trained
+            for name in flat.layout.names
+        }
         are_sums: list[bool] = []
 
         def forward(
@@ -127,7 +159,10 @@ class ModelInGraph:
         ) -> tuple[Tensor, Tensor]:
             loss, weight = self._forward(tensors, buffers, batch, n, numbers[2])
             are_sums.append(weight is not None)
-            loss_and_weight = [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double()]
+            loss_and_weight = [
+                loss.detach().double(),
+                (-torch.ones_like(loss) if weight is None else weight).double(),
+            ]
             row = torch.cat([torch.stack(loss_and_weight), numbers[:2]]).detach()
             if self._rules.scales_loss:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
@@ -143,9 +178,10 @@ class ModelInGraph:
             torch.fx.traceback.annotate(BACKWARD),
             self._in_backward(tensors, state.buffers, state.step, numbers),
         ):
-            # Each simulated rank has a loss of its own, and that loss has no gradient in another rank's parameters. Not
-            # `torch.autograd.grad`: it leaves out what is no way to a leaf, and so a backward inside this one (reentrant
-            # checkpoints, reversible nets) that adds to the leaves.
+            # Each simulated rank has a loss of its own, and that loss has no gradient in another
+            # rank's parameters. Not `torch.autograd.grad`: it leaves out what is no way to a leaf,
+            # and so a backward inside this one (reentrant checkpoints, reversible nets) that adds
+            # to the leaves.
             torch.autograd.backward(loss, torch.ones_like(loss) if loss.dim() else None)
         grads = [leaf.grad for leaf in leaves.values()]
         for leaf in leaves.values():
@@ -154,7 +190,9 @@ class ModelInGraph:
             raise ValueError(UNRELATED)
         # Not zeros_like: it would read the parameter, and so gather its unit once more.
         grads_by_name = {
-            name: torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if grad is None else grad
+            name: torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+            if grad is None
+            else grad
             for (name, leaf), grad in zip(leaves.items(), grads)
         }
         return row, grads_by_name, are_sums[0]
@@ -164,7 +202,9 @@ class ModelInGraph:
         for flat in self._flats:
             label = Label("gather", flat.key)
             with labelled(label):
-                param_P = start_gather(params[flat.key], flat, self._graph, self._comm_hooks, label=label).wait()
+                param_P = start_gather(
+                    params[flat.key], flat, self._graph, self._comm_hooks, label=label
+                ).wait()
             yield flat, param_P
 
     def _cut(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -173,11 +213,16 @@ class ModelInGraph:
         for flat, param_P in self.gathered(params):
             layout = flat.layout
             parts = torch.split(param_P, [*layout.numels, layout.partition.padding])
-            tensors |= {name: part.view(shape) for name, shape, part in zip(layout.names, layout.shapes, parts)}
+            tensors |= {
+                name: part.view(shape)
+                for name, shape, part in zip(layout.names, layout.shapes, parts)
+            }
         return tensors
 
     def _see(self, tensors: Mapping[str, Tensor], n: Tensor) -> See:
-        """The function that gives what modules see of a parameter with views; a value is computed where it is first read."""
+        """The function that gives what modules see of a parameter with views; a value
+        is computed where it is first read.
+        """
         views, found = self._run.changes.views, dict[str, Tensor]()
 
         def see(name: str) -> Tensor:
@@ -194,15 +239,26 @@ class ModelInGraph:
     def _call(self, n: Tensor, micro: Tensor) -> Call:
         run, ranks = self._run, self._ranks
         return Call(
-            num_updates=lambda: n.to(run.device), micro=lambda: micro.to(torch.int64), in_graph=True, device=run.device,
-            rank=ranks.rank if isinstance(ranks, Stacked) else run.rank, num_micro=run.plan.num_micro_steps,
+            num_updates=lambda: n.to(run.device),
+            micro=lambda: micro.to(torch.int64),
+            in_graph=True,
+            device=run.device,
+            rank=ranks.rank if isinstance(ranks, Stacked) else run.rank,
+            num_micro=run.plan.num_micro_steps,
             aliases=run.plan.aliases,
-        )  # fmt: skip
+        )
 
     def _forward(
-        self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, n: Tensor, micro: Tensor
+        self,
+        tensors: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        batch: Any,
+        n: Tensor,
+        micro: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
+        """The loss, and its weight if it is a sum; writes the `buffers` that the model
+        changes.
+        """
         model = self._run.spec.model
         for name, own in chain(model.named_parameters(), model.named_buffers()):
             if kind := own_class(own):
@@ -212,7 +268,10 @@ class ModelInGraph:
             name: marks_of(as_parameter(x, name) if name in tensors else x)
             for name, x in chain(tensors.items(), model.named_buffers())
         }
-        held, homes = attributes_of(model, self._of_params), {memory_of(x) for x in tensors.values() if x.numel()}
+        held, homes = (
+            attributes_of(model, self._of_params),
+            {memory_of(x) for x in tensors.values() if x.numel()},
+        )
         with no_tensor_classes(self._functions), self._bound(tensors, buffers, n, micro):
             loss, weight = self._loss_of(batch)
         check_follows(model, held)
@@ -230,7 +289,9 @@ class ModelInGraph:
     def _bound(
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], n: Tensor, micro: Tensor
     ) -> Iterator[None]:
-        """In the body, the model computes with `tensors`, as their views show them, and `buffers`; it writes into these."""
+        """In the body, the model computes with `tensors`, as their views show them, and
+        `buffers`; it writes into these.
+        """
         run, present = self._run, {**buffers}
         see, views = self._see({**buffers, **tensors}, n), run.changes.views
 
@@ -252,10 +313,17 @@ class ModelInGraph:
                 buffer.copy_(present[name])
 
     def _in_backward(
-        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], n: Tensor, numbers: Tensor
+        self,
+        tensors: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        n: Tensor,
+        numbers: Tensor,
     ) -> AbstractContextManager[None]:
-        """In the body, what runs of the model (`torch.utils.checkpoint`, hooks) computes with these tensors, too."""
-        if isinstance(self._ranks, Stacked):  # stacked tensors hold all ranks, but the model's code expects one
+        """In the body, what runs of the model (`torch.utils.checkpoint`, hooks)
+        computes with these tensors, too.
+        """
+        # stacked tensors hold all ranks, but the model's code expects one
+        if isinstance(self._ranks, Stacked):
             return nullcontext()
         return self._bound(tensors, buffers, n, numbers[2])
 

@@ -1,11 +1,16 @@
-"""Nodes of a step's graph: the kind, size and cost of each operator, which nodes share memory, and their order.
+"""Nodes of a step's graph: the kind, size and cost of each operator, which nodes share
+memory, and their order.
 
-The graph is one functional fx graph of aten operators: forward, backward, collectives and update. The state is its
-placeholders; `copy_` writes the new state into them at the end.
+The graph is one functional fx graph of aten operators: forward, backward, collectives
+and update. The state is its placeholders; `copy_` writes the new state into them at the
+end.
 
-1. Predicates (`is_collective`, `is_cheap`, …) and sizes of one node, in elements (`numel`) or bytes (`nbytes`).
-2. `storages`: which nodes share memory (a view shares with its base, a `wait_tensor` with its collective).
-3. `overwrites`: the order that in-place writes require; `sort` and `arrange` reorder the nodes.
+1. Predicates (`is_collective`, `is_cheap`, …) and sizes of one node, in elements
+  (`numel`) or bytes (`nbytes`).
+2. `storages`: which nodes share memory (a view shares with its base, a `wait_tensor`
+  with its collective).
+3. `overwrites`: the order that in-place writes require; `sort` and `arrange` reorder
+  the nodes.
 
 The cost is linear in the number of nodes (`sort`: n log n).
 """
@@ -32,9 +37,16 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
 ALL_GATHERS = c10d.all_gather_into_tensor_coalesced.default
-"""Several all-gathers as one collective; it returns a list, and each item of it has a wait of its own."""
+"""Several all-gathers as one collective; it returns a list, and each item of it has a
+wait of its own.
+"""
 GATHERS = frozenset(
-    {c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default, c10d.broadcast.default, ALL_GATHERS}
+    {
+        c10d.all_gather_into_tensor.default,
+        c10d.all_to_all_single.default,
+        c10d.broadcast.default,
+        ALL_GATHERS,
+    }
 )
 """Collectives that can implement an all-gather."""
 
@@ -54,8 +66,18 @@ _MOVES = frozenset(
 )
 CREATES = frozenset(
     {
-        *(aten.empty.memory_format, aten.full.default, aten.full_like.default, aten.new_empty.default),
-        *(aten.new_full.default, aten.new_zeros.default, aten.ones.default, aten.scalar_tensor.default),
+        *(
+            aten.empty.memory_format,
+            aten.full.default,
+            aten.full_like.default,
+            aten.new_empty.default,
+        ),
+        *(
+            aten.new_full.default,
+            aten.new_zeros.default,
+            aten.ones.default,
+            aten.scalar_tensor.default,
+        ),
         *(aten.zeros.default, aten.zeros_like.default, aten.empty_like.default),
     }
 )
@@ -75,7 +97,11 @@ def is_collective(node: Node) -> bool:
 
 def waits_of(start: Node) -> list[Node]:
     """The waits of a collective, one for each tensor that it returns."""
-    results = [result for user in start.users for result in (user.users if user.target is operator.getitem else [user])]
+    results = [
+        result
+        for user in start.users
+        for result in (user.users if user.target is operator.getitem else [user])
+    ]
     return [result for result in results if result.target is WAIT]
 
 
@@ -88,7 +114,9 @@ def start_of(wait: Node) -> Node:
 def is_view(node: Node) -> bool:
     """Whether the node returns a view, and so copies nothing."""
     target = node.target
-    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and bool(target.is_view))
+    return target is operator.getitem or (
+        isinstance(target, torch._ops.OpOverload) and bool(target.is_view)
+    )
 
 
 def is_move(node: Node) -> bool:
@@ -97,7 +125,9 @@ def is_move(node: Node) -> bool:
 
 
 def is_cheap(node: Node) -> bool:
-    """Whether the node costs at most one pass over its inputs, and may run at any time after them."""
+    """Whether the node costs at most one pass over its inputs, and may run at any time
+    after them.
+    """
     if node.op != "call_function" or is_mutation(node):
         return False
     tags = getattr(node.target, "tags", ())
@@ -123,14 +153,22 @@ def label_of(node: Node) -> Label | None:
 
 
 def is_coding(node: Node, purpose: str) -> bool:
-    """Whether the node is a repeatable part of a comm hook's encoding or decoding, for collectives of this purpose."""
+    """Whether the node is a repeatable part of a comm hook's encoding or decoding, for
+    collectives of this purpose.
+    """
     label = label_of(node)
     if label is None or label.purpose != purpose or node.op != "call_function":
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
     is_random = torch.Tag.nondeterministic_seeded in node.target.tags
-    return not (is_collective(node) or node.target is WAIT or is_mutation(node) or is_effect(node) or is_random)
+    return not (
+        is_collective(node)
+        or node.target is WAIT
+        or is_mutation(node)
+        or is_effect(node)
+        or is_random
+    )
 
 
 def is_effect(node: Node) -> bool:
@@ -150,11 +188,15 @@ def numel_of(node: Node) -> int:
 
 def nbytes_of(node: Node) -> int:
     """Bytes of the tensors that the node returns."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(node.meta.get("val")))
+    return sum(
+        tensor.numel() * tensor.element_size() for tensor in tensors_of(node.meta.get("val"))
+    )
 
 
 def flops_of(node: Node) -> int:
-    """Floating point operations of a matrix product, a convolution or an attention; 0 for other nodes."""
+    """Floating point operations of a matrix product, a convolution or an attention; 0
+    for other nodes.
+    """
     if node.op != "call_function" or not is_counted(node.target):
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
@@ -164,21 +206,25 @@ def flops_of(node: Node) -> int:
 def tensors_of(val: Any) -> list[Tensor]:
     if isinstance(val, Tensor):
         return [val]
-    return [tensor for item in val for tensor in tensors_of(item)] if isinstance(val, list | tuple) else []
+    return (
+        [tensor for item in val for tensor in tensors_of(item)]
+        if isinstance(val, list | tuple)
+        else []
+    )
 
 
 def _schema_name(node: Node) -> str:
     return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
-# --- shared memory -----------------------------------------------------------------------------------------------
+# --- shared memory --------------------------------------------------------------------------------
 
 
 def storages(graph: Graph) -> dict[Node, Node]:
     """For each node, the node that allocated the memory of its result.
 
-    The operators' schemas decide, not the recorded tensors: the copy of a node has the tensors of its original in `meta`,
-    but allocates memory of its own.
+    The operators' schemas decide, not the recorded tensors: the copy of a node has the
+    tensors of its original in `meta`, but allocates memory of its own.
     """
     roots: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -213,14 +259,16 @@ def _shares(node: Node, base: Node) -> bool:
     return bool(val.untyped_storage()._cdata == base_val.untyped_storage()._cdata)
 
 
-# --- in-place writes and order -----------------------------------------------------------------------------------
+# --- in-place writes and order --------------------------------------------------------------------
 
 
 def overwrites(graph: Graph) -> dict[Node, list[Node]]:
-    """For each node, the nodes besides its inputs that must precede it, because of in-place writes.
+    """For each node, the nodes besides its inputs that must precede it, because of
+    in-place writes.
 
-    A `copy_` follows all readers of the memory that it overwrites, and all earlier assertions: a failed one must leave the
-    state as it was. A node that reads new state through its placeholder follows the `copy_`.
+    A `copy_` follows all readers of the memory that it overwrites, and all earlier
+    assertions: a failed one must leave the state as it was. A node that reads new state
+    through its placeholder follows the `copy_`.
 
     Raises:
         ValueError: the graph changes the result of a collective in place.
@@ -232,7 +280,9 @@ def overwrites(graph: Graph) -> dict[Node, list[Node]]:
     effect: list[Node] = []
     for node in graph.nodes:
         if writers and node.op == "call_function":
-            args = dict.fromkeys(writers[roots[arg]] for arg in node.all_input_nodes if roots[arg] in writers)
+            args = dict.fromkeys(
+                writers[roots[arg]] for arg in node.all_input_nodes if roots[arg] in writers
+            )
             if any(writer not in node.all_input_nodes for writer in args):
                 after[node] = [writer for writer in args if writer not in node.all_input_nodes]
         if is_effect(node):
@@ -241,8 +291,8 @@ def overwrites(graph: Graph) -> dict[Node, list[Node]]:
             target = roots[node]
             if is_collective(target):
                 raise ValueError(
-                    f"{node.name}: a step's graph must not change the result of a collective in place, got a write to "
-                    f"{target.name}; functionalize the graph first"
+                    f"{node.name}: a step's graph must not change the result of a collective in "
+                    f"place, got a write to {target.name}; functionalize the graph first"
                 )
             readers = reads.pop(target, {})
             after.setdefault(node, []).extend(effect)
@@ -255,7 +305,9 @@ def overwrites(graph: Graph) -> dict[Node, list[Node]]:
 
 
 def sort(graph: Graph) -> None:
-    """Moves every node behind its inputs and `overwrites`, and otherwise keeps the order. Changes the graph."""
+    """Moves every node behind its inputs and `overwrites`, and otherwise keeps the
+    order. Changes the graph.
+    """
     index = {node: position for position, node in enumerate(graph.nodes)}
     after = overwrites(graph)
     users: defaultdict[Node, list[Node]] = defaultdict(list)
@@ -265,7 +317,9 @@ def sort(graph: Graph) -> None:
         missing[node] = len(before)
         for other in before:
             users[other].append(node)
-    ready = [(index[node], node) for node in graph.nodes if not missing[node] and node.op != "output"]
+    ready = [
+        (index[node], node) for node in graph.nodes if not missing[node] and node.op != "output"
+    ]
     heapq.heapify(ready)
     order: list[Node] = []
     while ready:
@@ -279,7 +333,9 @@ def sort(graph: Graph) -> None:
 
 
 def arrange(order: Sequence[Node]) -> None:
-    """Moves the nodes into this order, one directly after the other. Changes their graph."""
+    """Moves the nodes into this order, one directly after the other. Changes their
+    graph.
+    """
     for before, node in pairwise(order):
         if before.next is not node:
             before.append(node)

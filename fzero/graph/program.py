@@ -1,4 +1,6 @@
-"""`GraphProgram`: a train step that runs as one graph, up to its gradients or with its update, on one rank or all at once."""
+"""`GraphProgram`: a train step that runs as one graph, up to its gradients or with its
+update, on one rank or all at once.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class GraphProgram:
         compiled: the graph, captured in the first call for each shape of batch.
         hyper: the tensors from which the graph reads the numbers of its update.
         until: what the graph ends with.
-        stacked: the ranks, where one graph runs all of them; tensors then have a leading dimension of ranks.
+        stacked: the ranks, where one graph runs all of them; tensors then have a
+            leading dimension of ranks.
     """
 
     compiled: CompiledStep
@@ -63,13 +66,16 @@ class GraphProgram:
         *,
         until: Literal["gradients", "update"] | None = None,
     ) -> Self:
-        """The program of a step; `until` None is the gradients where the updated state lives off the device."""
+        """The program of a step; `until` None is the gradients where the updated state
+        lives off the device.
+        """
         if run.changes.not_in_graph:
             raise ConfigError(run.changes.not_in_graph)
         if not run.spec.cfg.zero_optimization.ignore_unused_parameters:
             raise ConfigError(
-                "zero_optimization.ignore_unused_parameters: must be true where the whole step is one graph, which has a "
-                "gradient for every parameter, got false; leave it out, or leave out compile='step'"
+                "zero_optimization.ignore_unused_parameters: must be true where the whole step is "
+                "one graph, which has a gradient for every parameter, got false; leave it out, or "
+                "leave out compile='step'"
             )
         if until is None:
             is_away = any(map(run.offload.is_away, run.plan.flat_buffers))
@@ -101,7 +107,9 @@ class GraphProgram:
         return list(run.batches.split(batch))
 
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
-        """One step on this rank's micro-batches, or on those of all ranks, without its end. *Collective:* every rank."""
+        """One step on this rank's micro-batches, or on those of all ranks, without its
+        end. *Collective:* every rank.
+        """
         call = self._with_update if self.until == "update" else self._to_gradients
         with explained(run.plan):
             return call(run, state, micro_batches)
@@ -111,13 +119,20 @@ class GraphProgram:
         hyper = run.updater.hyper(int(state.step.reshape(-1)[0]))
         run.updater.write(self.hyper, hyper)
         checksum = run.learned.hyper.checksum(run.updater, state, hyper)
-        (outcome, is_sum), buffers, rng, hook_states = self._run(self.compiled, run, state, micro_batches, checksum)
-        return Collected(state, outcome.loss_stats, is_sum, buffers, rng, hook_states, hyper, outcome=outcome)
+        (outcome, is_sum), buffers, rng, hook_states = self._run(
+            self.compiled, run, state, micro_batches, checksum
+        )
+        return Collected(
+            state, outcome.loss_stats, is_sum, buffers, rng, hook_states, hyper, outcome=outcome
+        )
 
     def _to_gradients(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """The graph up to its gradients, which are moved to where they live."""
         num_updates = read_later(state.step)
-        transfer, norms = run.offload.transfer(run.scratch), GradNorms(run.rules.loss.of_shard, in_memory=True)
+        transfer, norms = (
+            run.offload.transfer(run.scratch),
+            GradNorms(run.rules.loss.of_shard, in_memory=True),
+        )
         if run.offload.has_files:
             run.offload.read_ahead(state)
         grads = {
@@ -144,7 +159,9 @@ class GraphProgram:
         transfer.settle()
         run.agree_on_files(state)
         hyper = run.updater.hyper(num_updates())
-        return Collected(state, stats_AW4, is_sum, buffers, rng, hook_states, hyper, transfer, norms)
+        return Collected(
+            state, stats_AW4, is_sum, buffers, rng, hook_states, hyper, transfer, norms
+        )
 
     def evaluate(self, run: StepRuntime, state: State, batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode. *Collective:* every rank."""
@@ -164,8 +181,12 @@ class GraphProgram:
             return self.compiled.evaluate(given, run.batches.cast(plain(batch)))
 
     @contextmanager
-    def _loaded(self, run: StepRuntime, transfer: ShardTransfer, state: State) -> Iterator[dict[str, Any]]:
-        """Inside, the flat buffers that a graph reads are on the device: all at its start."""
+    def _loaded(
+        self, run: StepRuntime, transfer: ShardTransfer, state: State
+    ) -> Iterator[dict[str, Any]]:
+        """Inside, the flat buffers that a graph reads are on the device: all at its
+        start.
+        """
         for key, home in state.params.items():
             transfer.prefetch(key, home)
         if self.until == "gradients" and run.inner_plan is not run.plan:
@@ -178,12 +199,20 @@ class GraphProgram:
                 run.scratch.give(params.pop(key))
 
     def _run(
-        self, graph: Callable[..., T], run: StepRuntime, state: State, micro_batches: list[Any], checksum: int
+        self,
+        graph: Callable[..., T],
+        run: StepRuntime,
+        state: State,
+        micro_batches: list[Any],
+        checksum: int,
     ) -> tuple[T, dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
-        """The result of a graph, then the module buffers, the random state and the states of comm hooks after it."""
+        """The result of a graph, then the module buffers, the random state and the
+        states of comm hooks after it.
+        """
         run.learned.num_passes += 1
         batches = [run.batches.cast(plain(batch)) for batch in micro_batches]
-        buffers, hook_states = optree.tree_map(torch.clone, (state.buffers, state.hook_states))  # the graph writes them
+        # the graph writes them
+        buffers, hook_states = optree.tree_map(torch.clone, (state.buffers, state.hook_states))
         given = state._replace(buffers=buffers, hook_states=hook_states, rng={})
         with self._drawing(run, state) as rng, profiler_range("step", "in one graph"):
             shape = (3,) if self.stacked is None else (self.stacked.size, 3)
@@ -195,13 +224,17 @@ class GraphProgram:
 
     @contextmanager
     def _drawing(self, run: StepRuntime, state: State) -> Iterator[dict[str, Tensor]]:
-        """Inside, random numbers are drawn from the states of the state's generators; yields those of the next state."""
+        """Inside, random numbers are drawn from the states of the state's generators;
+        yields those of the next state.
+        """
         if self.stacked is None:
             with random_state(state.rng, run.device) as rng:
                 yield rng
             return
         rng = dict(state.rng)  # a graph of all ranks draws nothing
-        self.stacked.random = drawn = None if self.compiled.is_captured else RandomByRank(state.rng, run.device)
+        self.stacked.random = drawn = (
+            None if self.compiled.is_captured else RandomByRank(state.rng, run.device)
+        )
         yield rng
         if drawn is not None:
             rng |= drawn.stacked
@@ -216,7 +249,9 @@ class GraphProgram:
             # The step gathers once: its micro-steps compute with the gathered parameters.
             inner = self.make(run, self.compiled.backend, until="gradients").compiled
             numels = {b.key: b.flow.param_numel for b in run.inner_plan.flat_buffers}
-            full = state._replace(params={key: x.new_empty(numels[key]) for key, x in state.params.items()})
+            full = state._replace(
+                params={key: x.new_empty(numels[key]) for key, x in state.params.items()}
+            )
             micro_steps, is_sum = inner.trace_micro_steps(full, batches)
             update = self.compiled.trace_update(state, len(batches), is_sum)
             return [self.compiled.trace_gathers(state), *micro_steps, update]
@@ -229,6 +264,6 @@ def _check_optimizers(run: StepRuntime, stacked: Stacked | None) -> None:
         name = getattr(optimizer, "type", optimizer)
         if buffer.trainable and stacked is not None and not optimizer.is_elementwise(buffer.rule):
             raise ConfigError(
-                f"optimizer.type: must be elementwise where the ranks are a dimension of tensors, got {name!r}, which sends; "
-                f"pass by='lockstep'"
+                f"optimizer.type: must be elementwise where the ranks are a dimension of tensors, "
+                f"got {name!r}, which sends; pass by='lockstep'"
             )

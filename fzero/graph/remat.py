@@ -1,18 +1,21 @@
-"""`rematerialise`: activation checkpointing in a step's graph. Checkpointed modules keep their inputs and run twice.
+"""`rematerialise`: activation checkpointing in a step's graph. Checkpointed modules
+keep their inputs and run twice.
 
-The graph is a training step's. Each operator of a checkpointed module's forward was traced inside `marked`, and the backward
-inside `annotate(BACKWARD)`.
+The graph is a training step's. Each operator of a checkpointed module's forward was
+traced inside `marked`, and the backward inside `annotate(BACKWARD)`.
 
-1. A *region* is the nodes of one forward call of a checkpointed module. Its output, which other nodes of the forward read,
-   is kept, and so is its input.
-2. The backward reads any other tensor of a region from a copy, recomputed from the input just before the first such use.
-   So the region's own tensors are freed as soon as the forward no longer needs them.
-3. Not repeated are random operators (their results are kept; for dropout, its mask), collectives, higher-order operators
-   and in-place writes. Gathered parameters are not copied: the second run is one more use of them, close to the
-   backward's, for `run_passes` to plan.
+1. A *region* is the nodes of one forward call of a checkpointed module. Its output,
+   which other nodes of the forward read, is kept, and so is its input.
+2. The backward reads any other tensor of a region from a copy, recomputed from the
+   input just before the first such use. So the region's own tensors are freed as soon
+   as the forward no longer needs them.
+3. Not repeated are random operators (their results are kept; for dropout, its mask),
+   collectives, higher-order operators and in-place writes. Gathered parameters are not
+   copied: the second run is one more use of them, close to the backward's, for
+   `run_passes` to plan.
 
-The numbers do not change: every operator reads the same bits, or bits recomputed by the same operators. The cost is linear
-in the number of nodes.
+The numbers do not change: every operator reads the same bits, or bits recomputed by the
+same operators. The cost is linear in the number of nodes.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from fzero.graph.schedule import copy_of
 BACKWARD = {"fzero": "backward"}
 """The argument of `torch.fx.traceback.annotate` around the backward."""
 SEEN = {"fzero": "seen"}
-"""The same around what computes the values that modules see of compressed parameters."""
+"""The same around what computes the values that modules see of compressed parameters.
+"""
 _AGAIN = {"fzero": "again"}
 _REGION = "region"
 
@@ -47,7 +51,9 @@ class RematError(ValueError):
 
 
 def is_backward(node: Node) -> bool:
-    """Whether the node belongs to the backward and is no recomputed node of the forward."""
+    """Whether the node belongs to the backward and is no recomputed node of the
+    forward.
+    """
     return (node.meta.get("custom") or {}).get("fzero") == "backward"
 
 
@@ -58,7 +64,9 @@ def is_again(node: Node) -> bool:
 
 @contextmanager
 def marked(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Inside, a trace marks the operators of the named modules: the outermost one's name, and the number of its call."""
+    """Inside, a trace marks the operators of the named modules: the outermost one's
+    name, and the number of its call.
+    """
     name_of = {model.get_submodule(name): name for name in names}
     num_calls, inside = Counter[str](), list[tuple[nn.Module, AbstractContextManager[None]]]()
 
@@ -74,7 +82,11 @@ def marked(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
         if inside and inside[-1][0] is module:
             inside.pop()[1].__exit__(None, None, None)
 
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)] if name_of else []
+    handles = (
+        [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+        if name_of
+        else []
+    )
     try:
         yield
     finally:
@@ -86,8 +98,8 @@ def rematerialise(graph: Graph, modules: Iterable[str]) -> Graph:
     """A copy of `graph` whose backward runs `modules` again.
 
     Args:
-        graph: a training step's, whose only in-place writes are `copy_` into placeholders at its end. Without a backward,
-            nothing changes.
+        graph: a training step's, whose only in-place writes are `copy_` into
+            placeholders at its end. Without a backward, nothing changes.
         modules: the names of the modules to checkpoint, which `marked` has marked.
 
     Raises:
@@ -106,17 +118,22 @@ def rematerialise_in_place(graph: Graph, modules: Iterable[str]) -> None:
     modules = tuple(modules)
     if not marked or not modules:
         return
-    forward, backward, rest = nodes[: marked[0]], nodes[marked[0] : marked[-1] + 1], nodes[marked[-1] + 1 :]
+    forward, backward, rest = (
+        nodes[: marked[0]],
+        nodes[marked[0] : marked[-1] + 1],
+        nodes[marked[-1] + 1 :],
+    )
     regions = _regions(forward, modules)
     _recompute(graph, backward, _repeatable(graph, regions, [*forward, *rest]))
     graph.lint()
 
 
 def repeat_seen(graph: Graph) -> None:
-    """Repeats for the backward what computes the values of compressed parameters, in place.
+    """Repeats for the backward what computes the values of compressed parameters, in
+    place.
 
-    So such a value lives as long as the gathered parameter that it is computed from. A graph without gathers keeps the values, as
-    it keeps the parameters.
+    So such a value lives as long as the gathered parameter that it is computed from. A
+    graph without gathers keeps the values, as it keeps the parameters.
     """
     nodes = list(graph.nodes)
     seen = {node for node in nodes if _is_seen(node)}
@@ -126,39 +143,60 @@ def repeat_seen(graph: Graph) -> None:
 
 
 def _is_seen(node: Node) -> bool:
-    """Whether the node computes what modules see of compressed parameters; each may run again."""
+    """Whether the node computes what modules see of compressed parameters; each may run
+    again.
+    """
     return (node.meta.get("custom") or {}).get("fzero") == "seen" and node.op == "call_function"
 
 
 def _recompute(graph: Graph, readers: Iterable[Node], again: set[Node]) -> None:
-    """Gives the readers copies of the nodes in `again` that they read, made before the first of them."""
+    """Gives the readers copies of the nodes in `again` that they read, made before the
+    first of them.
+    """
     copies: dict[Node, Node] = {}
     for reader in readers:
         if any(arg in again for arg in reader.all_input_nodes):
             with graph.inserting_before(reader):
                 for arg in reader.all_input_nodes:
                     _make(graph, arg, again, copies)
-            reader.args, reader.kwargs = map_arg((reader.args, reader.kwargs), lambda arg: copies.get(arg, arg))
+            reader.args, reader.kwargs = map_arg(
+                (reader.args, reader.kwargs), lambda arg: copies.get(arg, arg)
+            )
 
 
 def _regions(forward: list[Node], modules: Sequence[str]) -> dict[Node, str]:
-    """The region of each node in a checkpointed module: the outermost one's name, and the number of its call."""
-    marks = {node: (node.meta.get("custom") or {}).get(_REGION) for node in forward if node.op == "call_function"}
+    """The region of each node in a checkpointed module: the outermost one's name, and
+    the number of its call.
+    """
+    marks = {
+        node: (node.meta.get("custom") or {}).get(_REGION)
+        for node in forward
+        if node.op == "call_function"
+    }
     regions = {node: mark for node, mark in marks.items() if mark is not None}
     seen = {mark.rpartition("@")[0] for mark in regions.values()}
-    missing = [name for name in modules if name not in seen and not any(name.startswith(f"{outer}.") for outer in seen)]
+    missing = [
+        name
+        for name in modules
+        if name not in seen and not any(name.startswith(f"{outer}.") for outer in seen)
+    ]
     if missing:
         raise RematError(
-            f"checkpoint: module {missing[0]!r} must run as a module of the captured forward, got no operator of it (it is "
-            f"not called, or its caller hides it); leave it out, or pass compile='block'"
+            f"checkpoint: module {missing[0]!r} must run as a module of the captured forward, got "
+            f"no operator of it (it is not called, or its caller hides it); leave it out, or pass "
+            f"compile='block'"
         )
     return regions
 
 
 def _repeatable(graph: Graph, regions: Mapping[Node, str], others: list[Node]) -> set[Node]:
-    """The nodes that the backward may recompute; `others` are the nodes outside the backward."""
+    """The nodes that the backward may recompute; `others` are the nodes outside the
+    backward.
+    """
     roots = storages(graph)
-    gathered = {node for gather in analyse(graph).gathers for node in (*gather.issue, *gather.settle)}
+    gathered = {
+        node for gather in analyse(graph).gathers for node in (*gather.issue, *gather.settle)
+    }
     kept = {
         roots[arg]
         for node in others
@@ -181,14 +219,18 @@ def _repeatable(graph: Graph, regions: Mapping[Node, str], others: list[Node]) -
 
 
 def _is_random(node: Node) -> bool:
-    """Whether a second run would give other numbers. Attention is tagged as random even with dropout_p=0."""
+    """Whether a second run would give other numbers. Attention is tagged as random even
+    with dropout_p=0.
+    """
     operator_ = node.target
     assert isinstance(operator_, torch._ops.OpOverload)
     if torch.Tag.nondeterministic_seeded not in operator_.tags:
         return False
     for index, argument in enumerate(operator_._schema.arguments):
         if argument.name == "dropout_p":
-            return bool(node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0.0))
+            return bool(
+                node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            )
     return True
 
 
@@ -205,7 +247,9 @@ def _mask_of(node: Node) -> Node | None:
 
 
 def _make(graph: Graph, wanted: Node, again: set[Node], copies: dict[Node, Node]) -> None:
-    """Copies `wanted`, after the repeatable nodes that it needs, at the graph's insertion point."""
+    """Copies `wanted`, after the repeatable nodes that it needs, at the graph's
+    insertion point.
+    """
     stack = [wanted]
     while stack:
         node = stack[-1]
@@ -227,7 +271,9 @@ def _make(graph: Graph, wanted: Node, again: set[Node], copies: dict[Node, Node]
 
 
 def _dropped(graph: Graph, x: Node, mask: Node, p: Any) -> Node:
-    """Dropout of `x` by the mask of the first run: the same two products as the operator, so the same bits."""
+    """Dropout of `x` by the mask of the first run: the same two products as the
+    operator, so the same bits.
+    """
     masked = graph.call_function(aten.mul.Tensor, (x, mask))
     masked.meta = {**x.meta, "custom": _AGAIN}
     scale = 0.0 if p == 1 else 1 / (1 - p)

@@ -1,6 +1,8 @@
-"""`Repeats`: traces a pure function of tensors once for each kind of tensors. Further calls copy the nodes of the first.
+"""`Repeats`: traces a pure function of tensors once for each kind of tensors. Further
+calls copy the nodes of the first.
 
-Tracing a node goes through four layers of PyTorch, and copying one through none. The updates of equal blocks are such calls.
+Tracing a node goes through four layers of PyTorch, and copying one through none. The
+updates of equal blocks are such calls.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from fzero.graph.impure import value_of
 
 
 class _Recorded(NamedTuple):
-    """The first call: the nodes of its arguments before and after, and those in between."""
+    """The first call: the nodes of its arguments before and after, and those in
+    between.
+    """
 
     before: list[Node]
     between: list[Node]
@@ -33,12 +37,16 @@ class Repeats:
     def __init__(self) -> None:
         self._known: dict[Hashable, _Recorded] = {}
 
-    def __call__(self, function: Callable[..., None], tensors: Sequence[Tensor], *, kind: Hashable) -> None:
-        """Calls `function(*tensors)`, which writes in place into these tensors and does nothing else.
+    def __call__(
+        self, function: Callable[..., None], tensors: Sequence[Tensor], *, kind: Hashable
+    ) -> None:
+        """Calls `function(*tensors)`, which writes in place into these tensors and does
+        nothing else.
 
         Args:
             tensors: no two of them share memory.
-            kind: functions of one kind do the same to tensors of the same shapes, strides and dtypes.
+            kind: functions of one kind do the same to tensors of the same shapes,
+                strides and dtypes.
         """
         mode = get_proxy_mode()
         if mode is None or not all(isinstance(x, FunctionalTensor) for x in tensors):
@@ -55,7 +63,9 @@ class Repeats:
             while node.op != "root":
                 between.append(node)
                 node = node.next
-            self._known[kind] = _Recorded(before, between, [_node(value_of(x), mode.tracer) for x in tensors])
+            self._known[kind] = _Recorded(
+                before, between, [_node(value_of(x), mode.tracer) for x in tensors]
+            )
             return
         copies = dict(zip(known.before, before, strict=True))
         for node in known.between:

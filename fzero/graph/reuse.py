@@ -1,4 +1,5 @@
-"""`plan_live_ranges`: the uses over which a unit is kept gathered, and the uses before which it is gathered again.
+"""`plan_live_ranges`: the uses over which a unit is kept gathered, and the uses before
+which it is gathered again.
 
 The inputs are integers: positions in a step's graph, units, and their elements.
 """
@@ -11,7 +12,9 @@ from typing import NamedTuple
 
 
 class LiveRange(NamedTuple):
-    """A unit is kept gathered from its use at `first` to its use at `last`, positions in the trunk."""
+    """A unit is kept gathered from its use at `first` to its use at `last`, positions
+    in the trunk.
+    """
 
     unit: int
     first: int
@@ -19,19 +22,25 @@ class LiveRange(NamedTuple):
 
 
 def plan_live_ranges(
-    uses: Sequence[tuple[int, Sequence[int]]], numels: Sequence[int], *, max_live: int, max_reuse_distance: int
+    uses: Sequence[tuple[int, Sequence[int]]],
+    numels: Sequence[int],
+    *,
+    max_live: int,
+    max_reuse_distance: int,
 ) -> list[LiveRange]:
     """The live ranges of all units.
 
-    A unit is kept until its next use if that is within `max_reuse_distance`. When more than `max_live` would be alive, the
-    unit whose next use is furthest away is released.
+    A unit is kept until its next use if that is within `max_reuse_distance`. When more
+    than `max_live` would be alive, the unit whose next use is furthest away is
+    released.
 
     Args:
         uses: positions in ascending order, each with the units that are used there.
         numels: the elements of each unit.
-        max_live: the most gathered elements alive; the units of one position may exceed it.
-        max_reuse_distance: the most elements of other units that are entered between two uses in one live range; a unit
-            that is entered twice counts twice.
+        max_live: the most gathered elements alive; the units of one position may exceed
+            it.
+        max_reuse_distance: the most elements of other units that are entered between
+            two uses in one live range; a unit that is entered twice counts twice.
 
     Returns:
         The live ranges by their first use.
@@ -52,8 +61,10 @@ def plan_live_ranges(
             entered += numels[unit]
         entered_at.append(entered)
     ranges: list[LiveRange] = []
-    open_ranges: dict[int, tuple[int, int]] = {}  # unit → first position, index of its last access so far
-    furthest: list[tuple[int, int, int]] = []  # (-next access, unit, access); some entries are outdated
+    # unit → first position, index of its last access so far
+    open_ranges: dict[int, tuple[int, int]] = {}
+    # (-next access, unit, access); some entries are outdated
+    furthest: list[tuple[int, int, int]] = []
     live = 0
 
     def close(unit: int) -> None:

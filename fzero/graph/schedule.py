@@ -1,16 +1,21 @@
-"""`run_passes`: the order of a step's graph. ZeRO stage 3, overlap and release are all orders of the same nodes.
+"""`run_passes`: the order of a step's graph. ZeRO stage 3, overlap and release are all
+orders of the same nodes.
 
-The captured graph has all gathers first, then forward and backward, then all reductions, then the update. `run_passes`
-reorders it in one walk over the *trunk*, the nodes that keep their order:
+The captured graph has all gathers first, then forward and backward, then all
+reductions, then the update. `run_passes` reorders it in one walk over the *trunk*, the
+nodes that keep their order:
 
-1. *Gathers sink* to their first use. They are repeated for a later use (`plan_live_ranges`) where keeping the parameters
-   would exceed the allowed memory. A gather starts one unit early, so that it overlaps compute.
-2. *Reductions rise* to where their input is ready. Their waits sink until the bound on full gradients in flight is
-   reached, or a consumer needs them.
-3. The *update* of a shard runs as soon as its inputs are ready, and is written into the state at once.
+1. *Gathers sink* to their first use. They are repeated for a later use
+   (`plan_live_ranges`) where keeping the parameters would exceed the allowed memory. A
+   gather starts one unit early, so that it overlaps compute.
+2. *Reductions rise* to where their input is ready. Their waits sink until the bound on
+   full gradients in flight is reached, or a consumer needs them.
+3. The *update* of a shard runs as soon as its inputs are ready, and is written into the
+  state at once.
 
-The numbers do not change: every node keeps its inputs. Nothing depends on the rank, so that all ranks issue the same
-collectives in the same order. The cost is n log n in the number of nodes.
+The numbers do not change: every node keeps its inputs. Nothing depends on the rank, so
+that all ranks issue the same collectives in the same order. The cost is n log n in the
+number of nodes.
 """
 
 from __future__ import annotations
@@ -47,20 +52,24 @@ class PassOptions:
     """The limits of the schedule, in elements as in DeepSpeed's configuration.
 
     Args:
-        prefetch: `stage3_prefetch_bucket_size`. 0 starts no gather early. Otherwise the next unit's gather starts one unit
-            early, and up to `ahead` units together within this limit.
+        prefetch: `stage3_prefetch_bucket_size`. 0 starts no gather early. Otherwise the
+            next unit's gather starts one unit early, and up to `ahead` units together
+            within this limit.
         ahead: the most units that are prefetched at once; None sets no bound.
-        max_live: `stage3_max_live_parameters`, the most gathered elements alive. The parameters that one node uses may
-            exceed it.
-        max_reuse_distance: `stage3_max_reuse_distance`. A unit is kept until its next use if the units entered meanwhile
-            have at most this many elements.
-        max_reducing: the most elements that unfinished reductions keep alive; a single reduction may exceed it. None means
-            twice the largest reduction.
-        gather_bucket: `allgather_bucket_size`, the largest joined gather. Joins the gathers of a unit, and those of
-            consecutive units up to the size of the second largest unit; likewise updated shards. 0 joins none.
-        reduce_bucket: `reduce_bucket_size`, the largest joined reduction; joins those whose inputs are ready consecutively.
-        writes: when the new state is written: `early` (as soon as it is ready) or `last` (after all other nodes, so that an
-            error leaves the state as it was; costs a second copy of the state).
+        max_live: `stage3_max_live_parameters`, the most gathered elements alive. The
+            parameters that one node uses may exceed it.
+        max_reuse_distance: `stage3_max_reuse_distance`. A unit is kept until its next
+            use if the units entered meanwhile have at most this many elements.
+        max_reducing: the most elements that unfinished reductions keep alive; a single
+            reduction may exceed it. None means twice the largest reduction.
+        gather_bucket: `allgather_bucket_size`, the largest joined gather. Joins the
+            gathers of a unit, and those of consecutive units up to the size of the
+            second largest unit; likewise updated shards. 0 joins none.
+        reduce_bucket: `reduce_bucket_size`, the largest joined reduction; joins those
+            whose inputs are ready consecutively.
+        writes: when the new state is written: `early` (as soon as it is ready) or
+            `last` (after all other nodes, so that an error leaves the state as it was;
+            costs a second copy of the state).
     """
 
     prefetch: int = 50_000_000
@@ -76,22 +85,28 @@ class PassOptions:
         for name in self.__slots__:
             value = getattr(self, name)
             if isinstance(value, int) and value < 0:
-                raise ValueError(f"PassOptions: {name} must be at least 0, got {value}; 0 switches it off")
+                raise ValueError(
+                    f"PassOptions: {name} must be at least 0, got {value}; 0 switches it off"
+                )
         if self.writes not in ("early", "last"):
             raise ValueError(f"PassOptions: writes must be 'early' or 'last', got {self.writes!r}")
 
 
-def run_passes(graph: Graph, options: PassOptions, *, units: Mapping[str, str] | None = None) -> Graph:
+def run_passes(
+    graph: Graph, options: PassOptions, *, units: Mapping[str, str] | None = None
+) -> Graph:
     """A copy of `graph`, reordered within the limits of `options`.
 
     Args:
-        graph: a training step's, whose only in-place writes are `copy_` into placeholders; `meta["val"]` of every node holds
-            its tensors.
+        graph: a training step's, whose only in-place writes are `copy_` into
+            placeholders; `meta["val"]` of every node holds its tensors.
         options: the limits of the schedule.
-        units: the unit of each flat buffer, by the name of its placeholder; every other flat buffer is its own unit.
+        units: the unit of each flat buffer, by the name of its placeholder; every other
+            flat buffer is its own unit.
 
     Raises:
-        ValueError: the graph changes the result of a collective in place, or has a collective without a wait.
+        ValueError: the graph changes the result of a collective in place, or has a
+            collective without a wait.
     """
     with collector_paused():
         copy = copy_of(graph)
@@ -109,7 +124,9 @@ def copy_of(graph: Graph) -> Graph:
     return copy
 
 
-def run_passes_in_place(graph: Graph, options: PassOptions, *, units: Mapping[str, str] | None = None) -> None:
+def run_passes_in_place(
+    graph: Graph, options: PassOptions, *, units: Mapping[str, str] | None = None
+) -> None:
     """`run_passes` on the graph itself, for Inductor's hooks."""
     with collector_paused():
         name_units(graph, units or {})
@@ -123,11 +140,12 @@ def run_passes_in_place(graph: Graph, options: PassOptions, *, units: Mapping[st
         graph.lint()
 
 
-# --- the walk ----------------------------------------------------------------------------------------------------
+# --- the walk -------------------------------------------------------------------------------------
 
 
 class _Walk:
-    """Emits every node once, and a gather's nodes once per live range, then moves them into that order.
+    """Emits every node once, and a gather's nodes once per live range, then moves them
+    into that order.
 
     Args:
         graph: changed in place.
@@ -177,7 +195,7 @@ class _Walk:
         self._finish(entering[len(self.tables.trunk)])
         self._apply()
 
-    # --- gathers -----------------------------------------------------------------------------------------------
+    # --- gathers ----------------------------------------------------------------------------------
 
     def _issue(self, live_range: GatheredRange) -> None:
         live_range.is_issued = True
@@ -199,7 +217,9 @@ class _Walk:
         self.gathered[live_range.unit] = live_range
 
     def _settle(self, live_range: GatheredRange) -> None:
-        """Emits the remaining waits: parameters gathered together with others may be unused."""
+        """Emits the remaining waits: parameters gathered together with others may be
+        unused.
+        """
         for gather in live_range.gathers:
             for node in gather.settle:
                 if node.target is WAIT:
@@ -209,9 +229,14 @@ class _Walk:
         """Starts the next gathers, as far as memory allows."""
         options = self.options
         ahead = len(self.tables.ranges) if options.ahead is None else options.ahead
-        while options.prefetch and self.next_range < len(self.tables.ranges) and self.num_ahead < ahead:
+        while (
+            options.prefetch
+            and self.next_range < len(self.tables.ranges)
+            and self.num_ahead < ahead
+        ):
             live_range = self.tables.ranges[self.next_range]
-            if self.live + live_range.numel > options.max_live or live_range.unit in self.alive:  # never two copies
+            # never two copies
+            if self.live + live_range.numel > options.max_live or live_range.unit in self.alive:
                 return
             if self.num_ahead and self.in_flight + live_range.numel > options.prefetch:
                 return
@@ -220,14 +245,20 @@ class _Walk:
             self.num_ahead += 1
 
     def _make(self, live_range: GatheredRange, node: Node) -> Node:
-        """Emits a gather's node for this live range, after the nodes that it needs; returns the node or its copy."""
+        """Emits a gather's node for this live range, after the nodes that it needs;
+        returns the node or its copy.
+        """
         stack = [node]
         while stack:
             item = stack[-1]
             if item in live_range.made:
                 stack.pop()
                 continue
-            missing = [arg for arg in item.all_input_nodes if arg in self.unit_of and arg not in live_range.made]
+            missing = [
+                arg
+                for arg in item.all_input_nodes
+                if arg in self.unit_of and arg not in live_range.made
+            ]
             if missing:
                 stack.extend(reversed(missing))
                 continue
@@ -251,7 +282,7 @@ class _Walk:
         self.order.append(node)
         return node
 
-    # --- everything else ---------------------------------------------------------------------------------------
+    # --- everything else --------------------------------------------------------------------------
 
     def _run_node(self, node: Node) -> None:
         """Emits a node of the trunk, after the nodes that it needs."""
@@ -304,7 +335,9 @@ class _Walk:
             stack.extend(user for user in self.tables.users.get(item, ()) if self._count_down(user))
 
     def _count_down(self, node: Node) -> bool:
-        """Counts down the nodes that `node` waits for; returns whether it is lazy and may now be emitted on demand."""
+        """Counts down the nodes that `node` waits for; returns whether it is lazy and
+        may now be emitted on demand.
+        """
         self.pending[node] -= 1
         if self.pending[node] or node in self.done:
             return False
@@ -315,7 +348,9 @@ class _Walk:
         return node in self.roles.lazy
 
     def _cascade(self) -> None:
-        """Emits the ready nodes: first the consumers of reductions, then the reductions that fit into `max_reducing`."""
+        """Emits the ready nodes: first the consumers of reductions, then the reductions
+        that fit into `max_reducing`.
+        """
         while self.ready:
             _, _, node = self.ready[0]
             waits = node in self.roles.starts and self.under_way and node not in self.done
@@ -330,7 +365,9 @@ class _Walk:
             self._need(wait)
 
     def _finish(self, live_ranges: Sequence[GatheredRange]) -> None:
-        """Emits the remaining nodes; `live_ranges` are the gathered parameters that the graph returns."""
+        """Emits the remaining nodes; `live_ranges` are the gathered parameters that the
+        graph returns.
+        """
         for live_range in live_ranges:
             self._enter(live_range)
             self._settle(live_range)
@@ -338,7 +375,10 @@ class _Walk:
         while self.under_way:
             self._wait_for_oldest()
             self._cascade()
-        for node in (*(node for node in self.tables.index if node not in self.roles.last), *self.tables.index):
+        for node in (
+            *(node for node in self.tables.index if node not in self.roles.last),
+            *self.tables.index,
+        ):
             if node not in self.unit_of and node.op != "output":
                 self._need(node)
         output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
@@ -353,16 +393,25 @@ class _Walk:
         self._read_from_state()
 
     def _read_from_state(self) -> None:
-        """Lets later nodes read a new value of the state where it was written, so that its first copy is freed.
+        """Lets later nodes read a new value of the state where it was written, so that
+        its first copy is freed.
 
-        What the graph returns stays apart from the state, which the next step overwrites.
+        What the graph returns stays apart from the state, which the next step
+        overwrites.
         """
-        place, roots = {node: index for index, node in enumerate(self.graph.nodes)}, storages(self.graph)
+        place, roots = (
+            {node: index for index, node in enumerate(self.graph.nodes)},
+            storages(self.graph),
+        )
         returned = {roots[node] for node in self.graph.output_node().all_input_nodes}
         for write in sorted(self.roles.writes, key=place.__getitem__):
             state, value = write.args[:2]
             assert isinstance(state, Node)
-            if not isinstance(value, Node) or roots[value] in returned or not _are_alike(state, value):
+            if (
+                not isinstance(value, Node)
+                or roots[value] in returned
+                or not _are_alike(state, value)
+            ):
                 continue
             for reader in list(value.users):
                 if place[reader] > place[write]:

@@ -1,4 +1,6 @@
-"""The tables that the walk of `fzero.graph.schedule` reads: computed once from a graph, and not changed by the walk."""
+"""The tables that the walk of `fzero.graph.schedule` reads: computed once from a graph,
+and not changed by the walk.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch.fx import Graph, Node
 
 from fzero.graph.analysis import Analysis, Gather, sending_updates
-from fzero.graph.nodes import ALL_REDUCE, flops_of, is_cheap, is_coding, is_write, overwrites, storages
+from fzero.graph.nodes import (
+    ALL_REDUCE,
+    flops_of,
+    is_cheap,
+    is_coding,
+    is_write,
+    overwrites,
+    storages,
+)
 from fzero.graph.reuse import plan_live_ranges
 
 if TYPE_CHECKING:
@@ -20,7 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class GatheredRange:
-    """One live range of a unit in the new order, with those of its gathers that are used in it."""
+    """One live range of a unit in the new order, with those of its gathers that are
+    used in it.
+    """
 
     unit: int
     first: int
@@ -28,11 +40,14 @@ class GatheredRange:
     gathers: list[Gather]
     numel: int
     is_issued: bool = False
-    made: dict[Node, Node] = field(default_factory=dict)  # a node of the gather → its copy in this live range
+    # a node of the gather → its copy in this live range
+    made: dict[Node, Node] = field(default_factory=dict)
 
 
 class Roles(NamedTuple):
-    """The nodes outside the trunk, besides arguments and gathers, by when the walk emits them."""
+    """The nodes outside the trunk, besides arguments and gathers, by when the walk
+    emits them.
+    """
 
     lazy: set[Node]  # cheap, emitted when another node needs it
     eager: set[Node]  # cheap, emitted as soon as its inputs are ready: the consumers of reductions
@@ -52,11 +67,14 @@ class Tables:
         unit_of: the unit of each node of a gather.
         roles: the nodes outside the trunk.
         trunk: the nodes that keep their order.
-        after: for a node that overwrites memory, the nodes besides gathers that must come before it.
+        after: for a node that overwrites memory, the nodes besides gathers that must
+            come before it.
         ranges: the live ranges of the units, in the order of their first use.
         users: the nodes that wait for a node.
-        num_before: how many nodes must be emitted before each node, not counting gathers, which are emitted on demand.
-        overwrites: by unit, the nodes that write into a shard after all gathers that read it.
+        num_before: how many nodes must be emitted before each node, not counting
+            gathers, which are emitted on demand.
+        overwrites: by unit, the nodes that write into a shard after all gathers that
+            read it.
         max_reducing: the most elements that unfinished reductions keep alive.
     """
 
@@ -95,7 +113,9 @@ class Tables:
         users: defaultdict[Node, list[Node]] = defaultdict(list)
         num_before: dict[Node, int] = {}
         for node in graph.nodes:
-            before = [arg for arg in (*node.all_input_nodes, *after.get(node, ())) if arg not in unit_of]
+            before = [
+                arg for arg in (*node.all_input_nodes, *after.get(node, ())) if arg not in unit_of
+            ]
             num_before[node] = len(before)
             for arg in before:
                 users[arg].append(node)
@@ -107,14 +127,26 @@ class Tables:
                 overwritten[unit].append(node)
         largest = max(roles.starts.values(), default=0)
         return cls(
-            num_units=len(units), index={node: index for index, node in enumerate(graph.nodes)}, unit_of=unit_of, roles=roles,
-            trunk=trunk, after=after, ranges=ranges, users=users, num_before=num_before, overwrites=overwritten,
+            num_units=len(units),
+            index={node: index for index, node in enumerate(graph.nodes)},
+            unit_of=unit_of,
+            roles=roles,
+            trunk=trunk,
+            after=after,
+            ranges=ranges,
+            users=users,
+            num_before=num_before,
+            overwrites=overwritten,
             max_reducing=2 * largest if options.max_reducing is None else options.max_reducing,
-        )  # fmt: skip
+        )
 
 
 def _plan_ranges(
-    graph: Graph, analysis: Analysis, unit_of: Mapping[Node, int], trunk: Sequence[Node], options: PassOptions
+    graph: Graph,
+    analysis: Analysis,
+    unit_of: Mapping[Node, int],
+    trunk: Sequence[Node],
+    options: PassOptions,
 ) -> list[GatheredRange]:
     """The live ranges of all units, in the order of their first use."""
     units = analysis.units
@@ -127,7 +159,8 @@ def _plan_ranges(
     numels = [sum(gather.numel for gather in gathers) for gathers in units]
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     uses = []
-    parts: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)  # unit → (position, gather used there)
+    # unit → (position, gather used there)
+    parts: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
     for position, node in enumerate([*trunk, output]):
         args = [arg for arg in node.all_input_nodes if arg in unit_of]
         if args:
@@ -142,14 +175,22 @@ def _plan_ranges(
         while parts[unit] and parts[unit][0][0] <= last:
             used.add(parts[unit].popleft()[1])
         gathers = [units[unit][part] for part in sorted(used)]
-        ranges.append(GatheredRange(unit, first, last, gathers, sum(gather.numel for gather in gathers)))
+        ranges.append(
+            GatheredRange(unit, first, last, gathers, sum(gather.numel for gather in gathers))
+        )
     return ranges
 
 
-def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], options: PassOptions) -> Roles:
+def _roles(
+    graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], options: PassOptions
+) -> Roles:
     roots = storages(graph)
     fixed = {node for node in graph.nodes if any(arg in gathered for arg in node.all_input_nodes)}
-    cheap = {node for node in graph.nodes if is_cheap(node) and node not in gathered and node not in fixed}
+    cheap = {
+        node
+        for node in graph.nodes
+        if is_cheap(node) and node not in gathered and node not in fixed
+    }
     starts = {r.start: r.numel for r in analysis.reductions if r.start not in fixed}
     waits = {wait: r.start for r in analysis.reductions for wait in r.waits}
     # A model may have all-reduces of its own (SyncBatchNorm); their consumers keep their order.
@@ -157,7 +198,11 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], optio
     for node in reversed(graph.nodes):
         if node in computes or flops_of(node):
             computes.update(node.all_input_nodes)
-    followed = {wait for wait, start in waits.items() if start.target is not ALL_REDUCE or wait not in computes}
+    followed = {
+        wait
+        for wait, start in waits.items()
+        if start.target is not ALL_REDUCE or wait not in computes
+    }
     own_order = sending_updates(graph)
     lazy = {user for start in starts for user in start.users if user.target is operator.getitem}
     eager: set[Node] = set()
@@ -170,10 +215,16 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], optio
             (eager if options.writes == "early" else last).add(node)
         elif follows:
             eager.add(node)
-        elif node in cheap and all(arg.op in ("placeholder", "get_attr") or arg in lazy for arg in args):
+        elif node in cheap and all(
+            arg.op in ("placeholder", "get_attr") or arg in lazy for arg in args
+        ):
             lazy.add(node)
-    # A comm hook's new state is written as early as its message is sent: both are computed from the full gradient.
-    prepares = [*starts, *(w for w in writes if any(is_coding(arg, "reduce") for arg in w.all_input_nodes))]
+    # A comm hook's new state is written as early as its message is sent: both are computed from the
+    # full gradient.
+    prepares = [
+        *starts,
+        *(w for w in writes if any(is_coding(arg, "reduce") for arg in w.all_input_nodes)),
+    ]
     while prepares:
         for arg in prepares.pop().all_input_nodes:
             if arg in cheap and arg not in eager and arg not in lazy:

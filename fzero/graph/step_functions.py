@@ -1,14 +1,16 @@
-"""`StepFunctions`: what the graphs of a train step compute, as functions of tensors: forward, backward, collectives, update.
+"""`StepFunctions`: what the graphs of a train step compute, as functions of tensors:
+forward, backward, collectives, update.
 
     params_P = gather(params_S)                               # stage 3
     loss, grads = value_and_grad(model)(params_P, batch)      # the graph contains the backward
     grads_S = reduce_scatter(grads)                           # sums in rank order, as in the eager step
     params_S, optimizer = update(params_S, grads_S, optimizer)
 
-Values that change from step to step (rates, loss scale, counters) are tensors, so that a change causes no new capture.
+Values that change from step to step (rates, loss scale, counters) are tensors, so that
+a change causes no new capture.
 
-Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards (on one axis as many as ranks), W
-ranks, A micro-steps.
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards
+(on one axis as many as ranks), W ranks, A micro-steps.
 """
 
 from __future__ import annotations
@@ -47,21 +49,28 @@ State = TrainState[Tensor]
 class StepFunctions:
     """The functions of a step on one rank; with `stacked`, on all ranks at once.
 
-    They write into the tensors of the state that they are given. A batch is one micro-batch. `numbers` (3,) are the number of
-    this pass, a checksum, and the number of the micro-batch. Rows are (loss, weight or -1, the first two).
+    They write into the tensors of the state that they are given. A batch is one
+    micro-batch. `numbers` (3,) are the number of this pass, a checksum, and the number
+    of the micro-batch. Rows are (loss, weight or -1, the first two).
 
     Args:
         run: the parts of the step on this rank.
-        transforms: a function called in each update. Its result gives the transform of a flat buffer from
-            element `start` on, given the mesh, `start`, `skip`, `factor` and `out`.
+        transforms: a function called in each update. Its result gives the transform of
+            a flat buffer from element `start` on, given the mesh, `start`, `skip`,
+            `factor` and `out`.
         stacked: the ranks, where the functions run all of them.
     """
 
     def __init__(
-        self, run: StepRuntime, transforms: Callable[[], Callable[..., Transform]], stacked: Stacked | None
+        self,
+        run: StepRuntime,
+        transforms: Callable[[], Callable[..., Transform]],
+        stacked: Stacked | None,
     ) -> None:
         plan, axis = run.plan, run.ranks
-        assert not isinstance(axis, LockstepAxis), "a graph of ranks in lockstep is made for an AbstractAxis"
+        assert not isinstance(axis, LockstepAxis), (
+            "a graph of ranks in lockstep is made for an AbstractAxis"
+        )
         self._device = run.device
         self._ranks: OneRank | Stacked = stacked or OneRank(plan.shard_of(run.rank))
         self._graph: AxisMesh[Any] = (
@@ -69,8 +78,15 @@ class StepFunctions:
         )
         self.axes = _by_group(self._graph)
         self._rules, self._num_micro_steps = run.rules, plan.num_micro_steps
-        self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
-        self._transforms, self._kinds, self._ranges = transforms, run.updater.kinds, run.changes.ranges
+        self._comm_hooks, self._trained = (
+            plan.comm_hooks,
+            tuple(flat for flat in plan.flat_buffers if flat.trainable),
+        )
+        self._transforms, self._kinds, self._ranges = (
+            transforms,
+            run.updater.kinds,
+            run.changes.ranges,
+        )
         self.model = ModelInGraph(run, self._graph, self._ranks)
 
     @property
@@ -83,12 +99,16 @@ class StepFunctions:
         row, gradients, is_sum = self.model.value_and_grad(state, batch, numbers)
 
         def finish(state: State, row: Tensor, gradients: dict[str, Tensor]) -> Outcome:
-            return self._updated(state, self._stack_rows(row)[None], self._reduced(gradients, state, is_sum), is_sum)
+            return self._updated(
+                state, self._stack_rows(row)[None], self._reduced(gradients, state, is_sum), is_sum
+            )
 
         return self._ranks.each(finish)(state, row, gradients), is_sum
 
     def gradients(self, state: State, batch: Any, numbers: Tensor) -> tuple[Tensor, bool]:
-        """The step without the update; returns the rows of all ranks (W, 4), and whether losses are sums."""
+        """The step without the update; returns the rows of all ranks (W, 4), and
+        whether losses are sums.
+        """
         row, gradients, is_sum = self.model.value_and_grad(state, batch, numbers)
         rows = self._stack_rows(row)
         self._reduced(gradients, state, is_sum)
@@ -96,7 +116,9 @@ class StepFunctions:
         return rows, is_sum
 
     def micro_step(self, state: State, batch: Any, numbers: Tensor) -> tuple[Tensor, bool]:
-        """Adds the gradients of one micro-batch to `grads`; reduces first those that a rank does not collect in full."""
+        """Adds the gradients of one micro-batch to `grads`; reduces first those that a
+        rank does not collect in full.
+        """
         row, gradients, is_sum = self.model.value_and_grad(state, batch, numbers)
 
         def add(state: State, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
@@ -104,7 +126,9 @@ class StepFunctions:
             for flat, grad in self._flattened(gradients):
                 kept = state.grads[flat.key]
                 if flat.flow.home("sum", is_last=False).adds_to_sum:
-                    wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
+                    wide = torch.promote_types(
+                        torch.promote_types(kept.dtype, grad.dtype), torch.float32
+                    )
                     kept.copy_(kept.to(wide).add(grad.to(wide), alpha=scale))
                 else:
                     kept.add_(self._reduce(_scaled(grad, scale, flat), flat, state))
@@ -114,29 +138,43 @@ class StepFunctions:
 
     def gathered(self, state: State) -> dict[str, Tensor]:
         """The flat buffers that a step gathers once, in full (P)."""
-        return {flat.key: full for flat, full in self.model.gathered(state.params) if flat.flow.gathers_over}
+        return {
+            flat.key: full
+            for flat, full in self.model.gathered(state.params)
+            if flat.flow.gathers_over
+        }
 
     def evaluate(self, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """The loss of one batch, and its weight if it is a sum; writes the module buffers."""
+        """The loss of one batch, and its weight if it is a sum; writes the module
+        buffers.
+        """
         return self.model.loss(state, batch)
 
     def sums(self, state: State) -> None:
-        """The sums over ranks that remain after the last micro-step, in a step without the update."""
+        """The sums over ranks that remain after the last micro-step, in a step without
+        the update.
+        """
         self._summed_up(state)
         self._agree(state.buffers)
 
     def update(self, state: State, rows_A: Tensor, is_sum: bool) -> Outcome:
-        """The end of a step after its last micro-step; `rows_A` are those of all micro-steps (A, W, 4)."""
+        """The end of a step after its last micro-step; `rows_A` are those of all
+        micro-steps (A, W, 4).
+        """
 
         def finish(state: State, rows_A: Tensor) -> Outcome:
             return self._updated(state, rows_A, self._summed_up(state), is_sum)
 
         return self._ranks.each(finish)(state, rows_A)
 
-    # --- parts of these, on one rank -----------------------------------------------------------------------------------
+    # --- parts of these, on one rank --------------------------------------------------------------
 
-    def _reduced(self, gradients: dict[str, Tensor], state: State, is_sum: bool) -> dict[str, Tensor]:
-        """The sums over ranks of the only micro-step's gradients; also written to `grads`."""
+    def _reduced(
+        self, gradients: dict[str, Tensor], state: State, is_sum: bool
+    ) -> dict[str, Tensor]:
+        """The sums over ranks of the only micro-step's gradients; also written to
+        `grads`.
+        """
         reduced = {}
         for flat, grad_P in self._flattened(gradients):
             grad = self._reduce(_scaled(grad_P, self._grad_scale(is_sum), flat), flat, state)
@@ -145,7 +183,9 @@ class StepFunctions:
         return reduced
 
     def _summed_up(self, state: State) -> dict[str, Tensor]:
-        """The sums over ranks of the gradients that micro-steps collected in `grads`; also written there."""
+        """The sums over ranks of the gradients that micro-steps collected in `grads`;
+        also written there.
+        """
         reduced = {}
         for flat in self._trained:
             grad, home = state.grads[flat.key], flat.flow.home("sum", is_last=True)
@@ -158,8 +198,12 @@ class StepFunctions:
             reduced[flat.key] = grad
         return reduced
 
-    def _updated(self, state: State, rows_A: Tensor, reduced: dict[str, Tensor], is_sum: bool) -> Outcome:
-        """The outcome and the update, from the sums over ranks `reduced` and the rows (A, W, 4)."""
+    def _updated(
+        self, state: State, rows_A: Tensor, reduced: dict[str, Tensor], is_sum: bool
+    ) -> Outcome:
+        """The outcome and the update, from the sums over ranks `reduced` and the rows
+        (A, W, 4).
+        """
         parts = self._norm_parts(reduced)
         outcome, skip, factor = finish(self._rules, rows_A, parts, state.loss_scale, is_sum=is_sum)
         assert skip is not None
@@ -184,22 +228,37 @@ class StepFunctions:
             yield flat, torch.cat([*grads_N, grads_N[0].new_zeros(flat.layout.partition.padding)])
 
     def _reduce(self, grad_P: Tensor, flat: FlatParamPlan, state: State) -> Tensor:
-        """The sum over ranks: (P) in stage 0, else this rank's shard (S). If it `sums_late`, over the shard axes only."""
-        grad_P, states = grad_P.to(torch_dtype(flat.flow.send_dtype)), state.hook_states.get(flat.key, {})
+        """The sum over ranks: (P) in stage 0, else this rank's shard (S). If it
+        `sums_late`, over the shard axes only.
+        """
+        grad_P, states = (
+            grad_P.to(torch_dtype(flat.flow.send_dtype)),
+            state.hook_states.get(flat.key, {}),
+        )
         label, is_last = Label("reduce", flat.key), not flat.flow.sums_late
         how: dict[str, Any] = {"states": states, "label": label, "is_last": is_last}
         with labelled(label):
-            return _end(start_reduce_scatter_grads(grad_P, flat, self._graph, self._comm_hooks, **how), states)
+            return _end(
+                start_reduce_scatter_grads(grad_P, flat, self._graph, self._comm_hooks, **how),
+                states,
+            )
 
     def _sum_late(self, grad_S: Tensor, flat: FlatParamPlan, state: State) -> Tensor:
         """The sum over the replicate axes of the shards that micro-steps have added up."""
         states = state.hook_states.get(flat.key, {})
         grad_S, label = grad_S.to(torch_dtype(flat.flow.send_dtype)), Label("reduce", flat.key)
         with labelled(label):
-            return _end(start_sum_replicas(grad_S, self._graph, self._comm_hooks, states=states, label=label), states)
+            return _end(
+                start_sum_replicas(
+                    grad_S, self._graph, self._comm_hooks, states=states, label=label
+                ),
+                states,
+            )
 
     def _keep(self, state: State, flat: FlatParamPlan, reduced: Tensor) -> Tensor:
-        """Writes a reduced gradient to `state.grads`; returns it in the dtype in which it is kept."""
+        """Writes a reduced gradient to `state.grads`; returns it in the dtype in which
+        it is kept.
+        """
         reduced, kept = reduced.to(torch_dtype(flat.flow.keep_dtype)), state.grads[flat.key]
         if flat.flow.reduced_numel == flat.flow.grad_numel:
             kept.copy_(reduced)
@@ -218,14 +277,20 @@ class StepFunctions:
         repeats: Repeats,
     ) -> None:
         param = state.params[flat.key]
-        updated = self._ranks.own(param, flat.shard_numel).clone() if flat.flow.joins_over else param
+        updated = (
+            self._ranks.own(param, flat.shard_numel).clone() if flat.flow.joins_over else param
+        )
 
         kept, out = (state.master[flat.key], updated) if flat.has_master else (updated, None)
         start = self._ranks.place(flat.shard_numel) if flat.flow.updates == "shard" else 0
 
-        def update(grad: Tensor, kept: Tensor, optimizer: Any, start: int, *numbers: Tensor | None) -> None:
+        def update(
+            grad: Tensor, kept: Tensor, optimizer: Any, start: int, *numbers: Tensor | None
+        ) -> None:
             skip, factor, out = numbers
-            transform = transform_of(flat, mesh=self._graph, start=start, skip=skip, factor=factor, out=out)
+            transform = transform_of(
+                flat, mesh=self._graph, start=start, skip=skip, factor=factor, out=out
+            )
 
             def write(*_: Tensor) -> None:
                 optimizer_update(transform, kept, grad, optimizer, donate=True)
@@ -239,13 +304,19 @@ class StepFunctions:
             param.copy_(start_join(updated, flat, self._graph, label=label).wait())
 
     def _norm_parts(self, reduced: dict[str, Tensor]) -> Tensor:
-        own = (self._ranks.own(reduced[flat.key], flat.shard_numel) for flat in self._trained if flat.shard_numel)
+        own = (
+            self._ranks.own(reduced[flat.key], flat.shard_numel)
+            for flat in self._trained
+            if flat.shard_numel
+        )
         stack = partial(self._graph.stack, label=Label("norm"))
         measured = map(self._rules.loss.of_shard, own)
         return norm_parts(self._rules.loss, measured, stack=stack, device=self._device)
 
     def _agree(self, buffers: dict[str, Tensor]) -> None:
-        """Makes module buffers equal on all ranks, by the rule of the eager step. It also sends those that did not change."""
+        """Makes module buffers equal on all ranks, by the rule of the eager step. It
+        also sends those that did not change.
+        """
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in buffers.items():
             if self._graph.world.size > 1 and tensor.numel():
@@ -254,7 +325,9 @@ class StepFunctions:
             flat = torch.cat([buffers[name].reshape(-1) for name in names])
             rows = collectives.stack(flat, self._graph.world, label=Label("buffers"))
             places = range_places([(buffers[name].numel(), name in self._ranges) for name in names])
-            values = torch.split(agreed_buffers(rows, places), [buffers[name].numel() for name in names])
+            values = torch.split(
+                agreed_buffers(rows, places), [buffers[name].numel() for name in names]
+            )
             for name, value in zip(names, values):
                 buffers[name].copy_(value.view(buffers[name].shape))
 
@@ -268,7 +341,11 @@ def _scaled(grad: Tensor, scale: float, flat: FlatParamPlan) -> Tensor:
 
 def _by_group(mesh: AxisMesh[Any]) -> dict[str, TracedAxis]:
     """The axes of one rank, by the names of their groups in a graph."""
-    axes = [axis for axis in (mesh.world, *mesh.axes, *mesh.replicate_axes) if isinstance(axis, TracedAxis)]
+    axes = [
+        axis
+        for axis in (mesh.world, *mesh.axes, *mesh.replicate_axes)
+        if isinstance(axis, TracedAxis)
+    ]
     return {axis.group_name: axis for axis in axes if axis.size > 1}
 
 

@@ -1,12 +1,15 @@
-"""`Timeline`: when each node of a step's graph runs, by a simple model of the machine, and the bytes alive meanwhile.
+"""`Timeline`: when each node of a step's graph runs, by a simple model of the machine,
+and the bytes alive meanwhile.
 
-In the model, one *lane* computes and one communicates. A node takes its floating point operations at a given rate or the
-bytes that it reads and writes at a given bandwidth, whichever is longer; a collective takes the bytes that a rank sends. A
-collective starts once the compute lane reaches it and the previous collective has ended; a `wait_tensor` blocks the compute
-lane until its collective has ended.
+In the model, one *lane* computes and one communicates. A node takes its floating point
+operations at a given rate or the bytes that it reads and writes at a given bandwidth,
+whichever is longer; a collective takes the bytes that a rank sends. A collective starts
+once the compute lane reaches it and the previous collective has ended; a `wait_tensor`
+blocks the compute lane until its collective has ended.
 
-The times are estimates, not measurements: they show which parts overlap and which wait. A dry run, which has no graph
-(`fzero.estimation.dry_run`), uses the same `Lanes` with more: copies to and from host memory, and files.
+The times are estimates, not measurements: they show which parts overlap and which wait.
+A dry run, which has no graph (`fzero.estimation.dry_run`), uses the same `Lanes` with
+more: copies to and from host memory, and files.
 """
 
 from __future__ import annotations
@@ -26,7 +29,17 @@ from fzero.common.optional import package
 from fzero.common.text_tables import as_text
 from fzero.graph.analysis import analyse
 from fzero.graph.liveness import Liveness, liveness
-from fzero.graph.nodes import ALL_GATHERS, ALL_REDUCE, WAIT, c10d, flops_of, is_collective, is_view, nbytes_of, start_of
+from fzero.graph.nodes import (
+    ALL_GATHERS,
+    ALL_REDUCE,
+    WAIT,
+    c10d,
+    flops_of,
+    is_collective,
+    is_view,
+    nbytes_of,
+    start_of,
+)
 from fzero.plans.machine_model import MachineModel
 
 if TYPE_CHECKING:
@@ -34,7 +47,9 @@ if TYPE_CHECKING:
 
 
 class Along(Protocol):
-    """The mesh axis of a collective and its number of ranks, which a graph does not contain."""
+    """The mesh axis of a collective and its number of ranks, which a graph does not
+    contain.
+    """
 
     @property
     def name(self) -> str: ...
@@ -47,7 +62,9 @@ Lane = Literal["compute", "wait", "collective", "host", "back", "files"]
 
 
 class Span(NamedTuple):
-    """One node in its lane, in seconds from the start of the step; a rank sends `nbytes` along `axis`."""
+    """One node in its lane, in seconds from the start of the step; a rank sends
+    `nbytes` along `axis`.
+    """
 
     lane: Lane
     label: str
@@ -58,7 +75,8 @@ class Span(NamedTuple):
 
 
 class Lanes:
-    """One compute lane; each of the other lanes runs its operations one after the other.
+    """One compute lane; each of the other lanes runs its operations one after the
+    other.
 
     >>> lanes = Lanes()
     >>> lanes.compute("forward", 2.0)
@@ -81,9 +99,18 @@ class Lanes:
         self.now += seconds
 
     def start(
-        self, lane: Lane, label: str, seconds: float, *, after: float = 0.0, nbytes: int = 0, axis: str = ""
+        self,
+        lane: Lane,
+        label: str,
+        seconds: float,
+        *,
+        after: float = 0.0,
+        nbytes: int = 0,
+        axis: str = "",
     ) -> float:
-        """Starts once the lane is free and time `after` has passed; the compute lane goes on. Returns the end time."""
+        """Starts once the lane is free and time `after` has passed; the compute lane
+        goes on. Returns the end time.
+        """
         begin = max(self.now, self._free[lane], after)
         end = self._free[lane] = begin + seconds
         self.spans.append(Span(lane, label, begin, end, nbytes, axis))
@@ -104,7 +131,8 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The timeline of a step's graph. `print(timeline)` shows a table, `timeline.draw()` a picture.
+    """The timeline of a step's graph. `print(timeline)` shows a table,
+    `timeline.draw()` a picture.
 
     Attributes:
         spans: compute, waits of the compute lane, and collectives, each lane in order.
@@ -166,7 +194,8 @@ class Timeline:
         return as_html(self, self.draw)
 
     def draw(self, *others: Timeline) -> Figure:
-        """A picture: a lane for compute, a lane for collectives, below them the bytes alive. Needs matplotlib (extra `pictures`).
+        """A picture: a lane for compute, a lane for collectives, below them the bytes
+        alive. Needs matplotlib (extra `pictures`).
 
         The other timelines are drawn on the same scales.
         """
@@ -186,8 +215,9 @@ def make_timeline(
     Args:
         graph: a training step's, as `run_passes` returns it.
         machine: the rates.
-        axes: the axis of each process group, by the group's name in the graph. For a missing group, the collectives' own
-            arguments give the number of ranks; an all-reduce has none, and is assumed to have the largest number of the graph.
+        axes: the axis of each process group, by the group's name in the graph. For a
+            missing group, the collectives' own arguments give the number of ranks; an
+            all-reduce has none, and is assumed to have the largest number of the graph.
         title: the title of the table and the picture.
     """
     machine = MachineModel() if machine is None else machine
@@ -202,8 +232,15 @@ def make_timeline(
         times.append(lanes.now)
         if is_collective(node):
             along = axes.get(group_of(node))
-            axis, nbytes = ("data", sent_by(node, most)) if along is None else (along.name, sent_by(node, along.size))
-            label, seconds = labels.get(node, kind_of(node)), machine.latency + nbytes / machine.network
+            axis, nbytes = (
+                ("data", sent_by(node, most))
+                if along is None
+                else (along.name, sent_by(node, along.size))
+            )
+            label, seconds = (
+                labels.get(node, kind_of(node)),
+                machine.latency + nbytes / machine.network,
+            )
             ends[node] = lanes.start("collective", label, seconds, nbytes=nbytes, axis=axis)
         elif node.target is WAIT:
             lanes.wait(node.name, ends.get(start_of(node), 0.0))
@@ -213,7 +250,9 @@ def make_timeline(
 
 
 def kind_of(node: Node) -> str:
-    """The name of a collective without its suffixes, such as `all_gather` or `reduce_scatter`."""
+    """The name of a collective without its suffixes, such as `all_gather` or
+    `reduce_scatter`.
+    """
     name = str(node.target).split(".")[1]
     for suffix in ("_coalesced", "_into_tensor", "_tensor", "_single"):
         name = name.removesuffix(suffix)
@@ -229,20 +268,29 @@ def sent_by(node: Node, num_ranks: int | None = None) -> int:
     """Bytes that one rank must send at least in the collective that `node` starts.
 
     Args:
-        num_ranks: the number of ranks of a collective whose arguments do not contain it (an all-reduce); None means very many.
+        num_ranks: the number of ranks of a collective whose arguments do not contain it
+            (an all-reduce); None means very many.
     """
     num_ranks = _num_ranks(node) or num_ranks
     nbytes = max(nbytes_of(node), sum(map(nbytes_of, node.all_input_nodes)))
     if node.target is ALL_REDUCE:
         nbytes *= 2
-    return nbytes * (num_ranks - 1) // num_ranks if num_ranks and node.target is not c10d.broadcast.default else nbytes
+    return (
+        nbytes * (num_ranks - 1) // num_ranks
+        if num_ranks and node.target is not c10d.broadcast.default
+        else nbytes
+    )
 
 
 def _num_ranks(node: Node) -> int | None:
     """The number of ranks, if the collective's arguments contain it."""
     if node.target is c10d.all_to_all_single.default:
         return len(node.args[1])  # type: ignore[arg-type]
-    if node.target in (c10d.all_gather_into_tensor.default, ALL_GATHERS, c10d.reduce_scatter_tensor.default):
+    if node.target in (
+        c10d.all_gather_into_tensor.default,
+        ALL_GATHERS,
+        c10d.reduce_scatter_tensor.default,
+    ):
         return next(arg for arg in node.args if isinstance(arg, int))
     return None
 
@@ -300,14 +348,14 @@ def _report(timeline: Timeline) -> Group:
     return Group(
         table,
         *([f"a rank sends {', '.join(by_axis)}"] if is_mesh else []),
-        f"a step takes {timeline.seconds * 1e3:,.3f} ms, of which compute waits {timeline.waiting * 1e3:,.3f} ms; "
-        f"{timeline.hidden:.0%} of the communication is hidden",
-        f"alive at the most: {live.peak / 1e6:,.3f} MB besides arguments of {live.arguments / 1e6:,.3f} MB, "
-        f"gathered {live.peak_gathered / 1e6:,.3f} MB",
+        f"a step takes {timeline.seconds * 1e3:,.3f} ms, of which compute waits "
+        f"{timeline.waiting * 1e3:,.3f} ms; {timeline.hidden:.0%} of the communication is hidden",
+        f"alive at the most: {live.peak / 1e6:,.3f} MB besides arguments of "
+        f"{live.arguments / 1e6:,.3f} MB, gathered {live.peak_gathered / 1e6:,.3f} MB",
     )
 
 
-# --- the picture -------------------------------------------------------------------------------------------------
+# --- the picture ----------------------------------------------------------------------------------
 
 _LANES = {
     "compute": "0.35",
@@ -326,7 +374,11 @@ _LANES = {
 }
 _ROWS = {"host": -1, "back": -2, "files": -3}
 """Vertical positions of the lanes below compute and collectives."""
-_MEMORY = {"state and batch": "#b9aec9", "gathered parameters": "#6f9ec9", "activations, gradients, new state": "0.88"}
+_MEMORY = {
+    "state and batch": "#b9aec9",
+    "gathered parameters": "#6f9ec9",
+    "activations, gradients, new state": "0.88",
+}
 
 
 def _draw(timelines: Sequence[Timeline]) -> Any:
@@ -336,14 +388,20 @@ def _draw(timelines: Sequence[Timeline]) -> Any:
 
     num_columns = 1 if len(timelines) < 4 else 2
     num_rows = -(-len(timelines) // num_columns)
-    figure = Figure(figsize=(11 if num_columns == 1 else 13, 3.4 * num_rows + 0.5), layout="constrained")
+    figure = Figure(
+        figsize=(11 if num_columns == 1 else 13, 3.4 * num_rows + 0.5), layout="constrained"
+    )
     end = max((timeline.seconds for timeline in timelines), default=0.0) or 1.0
     most = max(timeline.liveness.arguments + timeline.liveness.peak for timeline in timelines) or 1
     scale, unit = (1e3, "ms") if end < 1 else (1.0, "s")
     one, unit_of_bytes = next(
-        (one, name) for one, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if most >= one
+        (one, name)
+        for one, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+        if most >= one
     )
-    axes = figure.subplots(2 * num_rows, num_columns, sharex=True, squeeze=False, height_ratios=[5, 6] * num_rows)
+    axes = figure.subplots(
+        2 * num_rows, num_columns, sharex=True, squeeze=False, height_ratios=[5, 6] * num_rows
+    )
     used: set[str] = set()
     for index, timeline in enumerate(timelines):
         row, column = divmod(index, num_columns)
@@ -360,12 +418,20 @@ def _draw(timelines: Sequence[Timeline]) -> Any:
             panel.spines[["top", "right"]].set_visible(False)
     colors = {label: color for label, color in _LANES.items() if label in used} | _MEMORY
     patches = [Patch(color=color, label=label) for label, color in colors.items()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=-(-len(patches) // 2), frameon=False, fontsize=8)
+    figure.legend(
+        handles=patches,
+        loc="outside lower center",
+        ncols=-(-len(patches) // 2),
+        frameon=False,
+        fontsize=8,
+    )
     return figure
 
 
 def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[str]:
-    """Draws the lanes of a timeline, with the units of gathers where they fit. Returns the labels of the colors used."""
+    """Draws the lanes of a timeline, with the units of gathers where they fit. Returns
+    the labels of the colors used.
+    """
     bars: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for span in timeline.spans:
         bar = (span.begin * scale, (span.end - span.begin) * scale)
@@ -373,7 +439,13 @@ def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[
             unit = span.label.removeprefix("gather ")
             bars["gather of parameters" if unit != span.label else span.label, 0].append(bar)
             if unit != span.label and bar[1] > 0.013 * end * scale and len(unit) < 10:
-                text = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 6, "color": "white"}
+                text = {
+                    "rotation": 90,
+                    "ha": "center",
+                    "va": "center",
+                    "fontsize": 6,
+                    "color": "white",
+                }
                 axes.text(bar[0] + bar[1] / 2, 0, unit, **text)
             continue
         if span.lane in _ROWS:
@@ -385,10 +457,16 @@ def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[
         else:
             column.append(bar)
     for (kind, y), parts in bars.items():
-        edge = {"edgecolor": "white", "linewidth": 0.4} if y == 0 and len(parts) < 40 else {"linewidth": 0}
+        edge = (
+            {"edgecolor": "white", "linewidth": 0.4}
+            if y == 0 and len(parts) < 40
+            else {"linewidth": 0}
+        )
         axes.broken_barh(parts, (y - 0.4, 0.8), facecolor=_LANES.get(kind, "0.6"), **edge)
     axes.set_title(timeline.title, loc="left", fontsize=10, fontweight="bold")
-    rows = {"compute": 1, "collectives": 0} | {lane: y for lane, y in _ROWS.items() if (lane, y) in bars}
+    rows = {"compute": 1, "collectives": 0} | {
+        lane: y for lane, y in _ROWS.items() if (lane, y) in bars
+    }
     axes.set_yticks(list(rows.values()), list(rows), fontsize=8)
     axes.set_ylim(min(rows.values()) - 0.5, 1.5)
     axes.tick_params(labelbottom=False)
@@ -396,10 +474,14 @@ def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[
 
 
 def _draw_memory(axes: Any, timeline: Timeline, scale: float, one: float) -> None:
-    """Draws the bytes alive, the arguments at the bottom; `one` is the number of bytes per unit of the y axis."""
+    """Draws the bytes alive, the arguments at the bottom; `one` is the number of bytes
+    per unit of the y axis.
+    """
     live, times = timeline.liveness, [time * scale for time in (*timeline.times, timeline.seconds)]
     base = [live.arguments / one] * len(times)
     gathered = [low + nbytes / one for low, nbytes in zip(base, (*live.gathered, 0))]
     every = [low + nbytes / one for low, nbytes in zip(base, (*live.live, 0))]
-    for low, high, color in zip(([0.0] * len(times), base, gathered), (base, gathered, every), _MEMORY.values()):
+    for low, high, color in zip(
+        ([0.0] * len(times), base, gathered), (base, gathered, every), _MEMORY.values()
+    ):
         axes.fill_between(times, low, high, step="post", color=color, linewidth=0)

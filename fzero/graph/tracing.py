@@ -1,18 +1,21 @@
-"""`trace`: a function of trees of tensors, as one aten graph. It runs once, on tensors without memory.
+"""`trace`: a function of trees of tensors, as one aten graph. It runs once, on tensors
+without memory.
 
     traced = trace(function, (state, batch), model, regions)
     results = traced.call(run, (state, batch))      # where `run` runs traced.graph on a list of tensors
 
-1. `make_fx` records every operator that the function calls, those of its backward, too. The function may do whatever Python
-   can, but it cannot read the value of a tensor.
-2. Functional tensors stand for the arguments, so that the graph has no in-place operator. A `copy_` at its end writes each
-   argument that the function has changed.
-3. Tensors that the function finds elsewhere become inputs of the graph: attributes of modules, and tensors that it holds
-   (`constants`). The graph reads their values at each run.
-4. Attributes that the function sets are set again after each run: to a result of the graph, or to the value that they got
-   during the trace.
+1. `make_fx` records every operator that the function calls, those of its backward, too.
+   The function may do whatever Python can, but it cannot read the value of a tensor.
+2. Functional tensors stand for the arguments, so that the graph has no in-place
+   operator. A `copy_` at its end writes each argument that the function has changed.
+3. Tensors that the function finds elsewhere become inputs of the graph: attributes of
+   modules, and tensors that it holds (`constants`). The graph reads their values at
+   each run.
+4. Attributes that the function sets are set again after each run: to a result of the
+   graph, or to the value that they got during the trace.
 
-`Traced.guard` holds everything else that the function read. The graph is valid while these values are unchanged.
+`Traced.guard` holds everything else that the function read. The graph is valid while
+these values are unchanged.
 """
 
 from __future__ import annotations
@@ -68,7 +71,8 @@ class Traced:
     """A function as a graph.
 
     Attributes:
-        module: its graph's placeholders are the tensors of the arguments in order, then `attributes`, then `constants`.
+        module: its graph's placeholders are the tensors of the arguments in order, then
+            `attributes`, then `constants`.
         paths: per tensor of the arguments, its place in their tree.
         attributes: the attributes that the graph reads.
         constants: further tensors that it reads.
@@ -76,7 +80,8 @@ class Traced:
         others: the result's leaves; None where the graph returns a tensor.
         kept: the attributes that become further results of the graph.
         replaced: the attributes that get other values, which are no tensors.
-        written: the tensors that the function holds and writes; their new values are the last results of the graph.
+        written: the tensors that the function holds and writes; their new values are
+            the last results of the graph.
         guard: the Python values that the function read.
     """
 
@@ -95,9 +100,15 @@ class Traced:
     def graph(self) -> Graph:
         return self.module.graph
 
-    def call(self, run: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> Any:
-        """The function's result on other tensors of the same shapes, computed by `run`, which runs the graph."""
-        results = iter(run([*tensors, *(place.get() for place in self.attributes), *self.constants]))
+    def call(
+        self, run: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
+    ) -> Any:
+        """The function's result on other tensors of the same shapes, computed by `run`,
+        which runs the graph.
+        """
+        results = iter(
+            run([*tensors, *(place.get() for place in self.attributes), *self.constants])
+        )
         leaves = [next(results) if other is None else other[0] for other in self.others]
         for place in self.kept:
             place.set(next(results))
@@ -118,17 +129,20 @@ def trace(
     *,
     held: Sequence[Held] = (),
 ) -> Traced:
-    """Traces `function(*arguments)`. Nothing changes: not the arguments, not the model, no random state.
+    """Traces `function(*arguments)`. Nothing changes: not the arguments, not the model,
+    no random state.
 
     Args:
         arguments: trees of tensors; other leaves are constants of the graph.
         model: the module whose attributes the function may read and set.
         regions: names of modules whose operators are marked for `fzero.graph.remat`.
         reads: further functions of the user, whose globals and closures are guarded.
-        held: the tensors that the function substitutes itself, also where they are attributes.
+        held: the tensors that the function substitutes itself, also where they are
+            attributes.
 
     Raises:
-        ImpureError: the function draws random numbers of Python or NumPy, or keeps a tensor where a graph cannot put it.
+        ImpureError: the function draws random numbers of Python or NumPy, or keeps a
+            tensor where a graph cannot put it.
     """
     tracing = _Tracing(function, arguments, model, {id(each.tensor()) for each in held})
     with ExitStack() as stack:
@@ -137,20 +151,27 @@ def trace(
         guard = stack.enter_context(Guard.recording(model, reads))
         stack.enter_context(same_contents(guard))
         stack.enter_context(no_tensor_classes(guard.functions))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=_no_symbols(), static_shapes=True))
+        stack.enter_context(
+            FakeTensorMode(allow_non_fake_inputs=True, shape_env=_no_symbols(), static_shapes=True)
+        )
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         stack.enter_context(marked(model, regions))
         stack.enter_context(_as_compiling())
         stack.enter_context(_without_mkldnn())
         stack.enter_context(pure())
-        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tracing.inputs]
+        fakes = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            for x in tracing.inputs
+        ]
         with torch.enable_grad():
             module = make_fx(tracing.run)(*fakes)
     return tracing.result(module, guard)
 
 
 def _no_symbols() -> ShapeEnv:
-    """An environment in which every size is a number; Inductor caches no graph that was traced without one."""
+    """An environment in which every size is a number; Inductor caches no graph that was
+    traced without one.
+    """
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
@@ -158,24 +179,34 @@ class _Tracing:
     """One trace: its inputs, what it runs, and what it found."""
 
     def __init__(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], model: nn.Module, held: Collection[int]
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        model: nn.Module,
+        held: Collection[int],
     ) -> None:
         self.function, self.model = function, model
         self.leaves, self.treespec = optree.tree_flatten(arguments, none_is_leaf=True)
         paths = optree.treespec_paths(self.treespec)
-        self.paths = [path for path, leaf in zip(paths, self.leaves, strict=True) if isinstance(leaf, Tensor)]
+        self.paths = [
+            path for path, leaf in zip(paths, self.leaves, strict=True) if isinstance(leaf, Tensor)
+        ]
         own = (
             Place(vars(module), key, f"{name}.{key}" if name else key)
             for name, module in model.named_modules()
             for key in vars(module)
         )
-        tensors = [x for x in own if isinstance(x.get(), Tensor) and not isinstance(x.get(), nn.Parameter)]
+        tensors = [
+            x for x in own if isinstance(x.get(), Tensor) and not isinstance(x.get(), nn.Parameter)
+        ]
         self.attributes = [x for x in tensors if id(x.get()) not in held]
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.inputs += [place.get() for place in self.attributes]
 
     def run(self, *given: Tensor) -> list[Tensor]:
-        """The function on functional tensors; then writes the arguments that it has changed."""
+        """The function on functional tensors; then writes the arguments that it has
+        changed.
+        """
         with torch._C._ExcludeDispatchKeyGuard(_FUNCTIONALIZE), _Functional() as mode:
             inputs = [FunctionalTensor.to_functional(x) for x in given]
             tensors = iter(inputs)
@@ -184,7 +215,10 @@ class _Tracing:
                 marks = marks_of(place.get())
                 place.set(next(tensors))
                 vars(place.get()).update(marks)
-            before = [(name, vars(module), dict(vars(module))) for name, module in self.model.named_modules()]
+            before = [
+                (name, vars(module), dict(vars(module)))
+                for name, module in self.model.named_modules()
+            ]
             names = {name for name, _ in self.model.named_parameters()}
             with draws_in_order(), WritesAndSeeds(self.model):
                 result = self.function(*self.treespec.unflatten(leaves))
@@ -198,8 +232,12 @@ class _Tracing:
             kept = [place.get() for place in self.kept]
             held = {real: now for real, now in mode.held.values() if has_changed(now)}
             self.written = list(held)
-            results = [value_of(x) for x in (*leaves, *kept, *held.values()) if isinstance(x, Tensor)]
-            changed = [(x, value_of(now)) for x, now in zip(given, inputs, strict=True) if has_changed(now)]
+            results = [
+                value_of(x) for x in (*leaves, *kept, *held.values()) if isinstance(x, Tensor)
+            ]
+            changed = [
+                (x, value_of(now)) for x, now in zip(given, inputs, strict=True) if has_changed(now)
+            ]
         for x, now in changed:
             x.copy_(now)
         return results
@@ -219,7 +257,8 @@ class _Tracing:
 
 
 class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
-    """Replaces each real tensor that the function holds by one without memory, which it must neither read nor write.
+    """Replaces each real tensor that the function holds by one without memory, which it
+    must neither read nor write.
 
     Attributes:
         held: the real tensors by identity, each with its stand-in.
@@ -235,7 +274,9 @@ class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
                 args[0].permute(order).bernoulli_(*args[1:], **(kwargs or {}))
             return args[0]
         if func not in LIFTS:
-            args, kwargs = optree.tree_map(self._stand_in, (tuple(args), kwargs or {}), none_is_leaf=True)
+            args, kwargs = optree.tree_map(
+                self._stand_in, (tuple(args), kwargs or {}), none_is_leaf=True
+            )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _stand_in(self, x: Any) -> Any:
@@ -247,19 +288,25 @@ class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
             with _disable_current_modes():
                 fake = fakes.from_tensor(x.detach(), static_shapes=True)
                 node: Any = proxies.tracer.create_arg(x)
-            track_tensor_tree(fake, Proxy(node, proxies.tracer), constant=None, tracer=proxies.tracer)
+            track_tensor_tree(
+                fake, Proxy(node, proxies.tracer), constant=None, tracer=proxies.tracer
+            )
             with self:
                 self.held[id(x)] = x, FunctionalTensor.to_functional(fake)
         return self.held[id(x)][1]
 
 
 def alone(x: Tensor) -> Tensor:
-    """The same values; in a trace a tensor that shares its memory with no other one, so that `has_changed` is about it alone."""
+    """The same values; in a trace a tensor that shares its memory with no other one, so
+    that `has_changed` is about it alone.
+    """
     return FunctionalTensor.to_functional(value_of(x)) if isinstance(x, FunctionalTensor) else x
 
 
 def has_changed(x: Tensor) -> bool:
-    """Whether a traced function has written into the tensor, by whatever way (`.data` is one)."""
+    """Whether a traced function has written into the tensor, by whatever way (`.data`
+    is one).
+    """
     if not isinstance(x, FunctionalTensor):
         return False
     value_of(x)
@@ -267,14 +314,18 @@ def has_changed(x: Tensor) -> bool:
 
 
 def memory_of(x: Tensor) -> int:
-    """The identity of the memory in which the values of a tensor are, also of one in a trace or under `torch.vmap`."""
+    """The identity of the memory in which the values of a tensor are, also of one in a
+    trace or under `torch.vmap`.
+    """
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     memory: int = value_of(x).untyped_storage()._cdata
     return memory
 
 
-def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[list[Place], list[tuple[Place, Any]]]:
+def _set_by(
+    before: list[tuple[str, dict[str, Any], dict[str, Any]]],
+) -> tuple[list[Place], list[tuple[Place, Any]]]:
     """The attributes that a function has set: to tensors, and to other values."""
     kept: list[Place] = []
     replaced: list[tuple[Place, Any]] = []
@@ -286,13 +337,15 @@ def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[l
             if isinstance(value, Tensor):
                 if value.requires_grad:
                     raise ImpureError(
-                        f"the forward stores a tensor that requires grad in {place.name!r}; store its .detach()"
+                        f"the forward stores a tensor that requires grad in {place.name!r}; store "
+                        f"its .detach()"
                     )
                 kept.append(place)
                 continue
             if has_traced(value):
                 raise ImpureError(
-                    f"the forward stores tensors in a {type(value).__name__}, {place.name!r}; store each in an attribute"
+                    f"the forward stores tensors in a {type(value).__name__}, {place.name!r}; "
+                    f"store each in an attribute"
                 )
             replaced.append((place, value))
         replaced += [(Place(now, key, key), MISSING) for key in then.keys() - now.keys()]
@@ -300,7 +353,9 @@ def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[l
 
 
 def _take_constants(module: GraphModule) -> list[Tensor]:
-    """Turns the tensors that a graph holds into inputs of the graph, and returns them. Those made by the trace itself stay."""
+    """Turns the tensors that a graph holds into inputs of the graph, and returns them.
+    Those made by the trace itself stay.
+    """
     graph, constants = module.graph, list[Tensor]()
     by_name: dict[str, Node] = {}
     last = graph.find_nodes(op="placeholder")[-1]
@@ -325,7 +380,8 @@ def _as_compiling() -> Iterator[None]:
 
     def has_no_text(*_: Any, **__: Any) -> str:
         raise ImpureError(
-            "it makes a text of a tensor's values, which a graph does not know, and would do so once only"
+            "it makes a text of a tensor's values, which a graph does not know, and would do so "
+            "once only"
         )
 
     before, text = torch.compiler._is_compiling_flag, FunctionalTensor.__repr__
@@ -340,7 +396,9 @@ def _as_compiling() -> Iterator[None]:
 
 @contextmanager
 def _without_mkldnn() -> Iterator[None]:
-    """Inside, an LSTM is made of simple operators: the backward of oneDNN's needs a tensor that a trace does not have."""
+    """Inside, an LSTM is made of simple operators: the backward of oneDNN's needs a
+    tensor that a trace does not have.
+    """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

@@ -1,8 +1,10 @@
-"""`sent_in`: the collectives of a step's graph as records, under the labels that the step gave them.
+"""`sent_in`: the collectives of a step's graph as records, under the labels that the
+step gave them.
 
-A node keeps its label when passes move or copy it. A collective that passes join from several keeps all labels, with the
-elements of each. It becomes one `CommRecord` per flat buffer, so that the records equal those of an eager step. An all-reduce
-that consists of two collectives (on gloo) becomes one record.
+A node keeps its label when passes move or copy it. A collective that passes join from
+several keeps all labels, with the elements of each. It becomes one `CommRecord` per
+flat buffer, so that the records equal those of an eager step. An all-reduce that
+consists of two collectives (on gloo) becomes one record.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[CommRecord]:
 
     Args:
         graph: a training step's, before or after the passes.
-        axes: the axis of each process group, by the group's name in the graph; records of other groups use that name.
+        axes: the axis of each process group, by the group's name in the graph; records
+            of other groups use that name.
     """
     records: list[CommRecord] = []
     phase: Phase = "forward" if any(map(is_backward, graph.nodes)) else "update"
@@ -55,7 +58,11 @@ def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[CommRe
     records = []
     for label, numel, (before, after) in contents:
         label, sent = replace(label, phase=_phase_of(label.purpose, phase)), nbytes * numel // total
-        records.append(CommRecord(kind_of(node), name, label, sent // itemsize // after * before, sent, is_joined))
+        records.append(
+            CommRecord(
+                kind_of(node), name, label, sent // itemsize // after * before, sent, is_joined
+            )
+        )
     return records
 
 
@@ -68,13 +75,16 @@ def _phase_of(purpose: Purpose, phase: Phase) -> Phase:
 
 
 def _first_half(node: Node, record: CommRecord, records: list[CommRecord]) -> int | None:
-    """The index of the reduce-scatter whose sums `node` all-gathers, the two being an all-reduce; None if none, or if encoded."""
+    """The index of the reduce-scatter whose sums `node` all-gathers, the two being an
+    all-reduce; None if none, or if encoded.
+    """
     if record.label.purpose != "reduce" or not _is_gather(node):
         return None
     halves = [
         index
         for index, sent in enumerate(records)
-        if (sent.axis, sent.label.purpose, sent.label.buffer) == (record.axis, "reduce", record.label.buffer)
+        if (sent.axis, sent.label.purpose, sent.label.buffer)
+        == (record.axis, "reduce", record.label.buffer)
     ]
     return halves[-1] if halves and records[halves[-1]].nbytes == record.nbytes else None
 
@@ -82,7 +92,9 @@ def _first_half(node: Node, record: CommRecord, records: list[CommRecord]) -> in
 def _is_gather(node: Node) -> bool:
     """Whether every rank sends one tensor to all ranks."""
     source = node.all_input_nodes[0]
-    return node.target in GATHERS and (kind_of(node) != "all_to_all" or source.target is torch.ops.aten.repeat.default)
+    return node.target in GATHERS and (
+        kind_of(node) != "all_to_all" or source.target is torch.ops.aten.repeat.default
+    )
 
 
 def _both(first: CommRecord, second: CommRecord) -> CommRecord:

@@ -1,10 +1,13 @@
-"""`join_products`: weight gradients computed directly in the flat buffer from which they are sent.
+"""`join_products`: weight gradients computed directly in the flat buffer from which
+they are sent.
 
-The captured graph has a matrix product for the gradient of every weight, and copies them all into a flat buffer:
+The captured graph has a matrix product for the gradient of every weight, and copies
+them all into a flat buffer:
 
     cat([left₁ @ right₁, bias, left₂ @ right₂, zeros])  →  join_gradients([left₁, right₁, bias, left₂, right₂], [2, 1, 2], numel)
 
-The numbers are the same. The copy and its memory are saved; all operands live until the last of them is ready.
+The numbers are the same. The copy and its memory are saved; all operands live until the
+last of them is ready.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ _SAME_ORDER = (aten.view.default, aten.reshape.default)
 
 @torch.library.custom_op("fzero::join_gradients", mutates_args=())
 def join_gradients(operands: list[Tensor], counts: list[int], numel: int) -> Tensor:
-    """A flat buffer of tensors and matrix products, one after the other, padded with zeros to `numel` elements.
+    """A flat buffer of tensors and matrix products, one after the other, padded with
+    zeros to `numel` elements.
 
     Args:
         operands: the operands of all parts, in order.
-        counts: the number of operands of each part: 1 for a tensor that is copied, 2 for the matrices of a product.
+        counts: the number of operands of each part: 1 for a tensor that is copied, 2
+            for the matrices of a product.
         numel: the number of elements of the result.
     """
     flat, rest, stop = operands[0].new_empty(numel), iter(operands), 0
@@ -67,14 +72,20 @@ def join_products(graph: Graph) -> None:
         if len(pieces) > 1 and _is_zero(pieces[-1]):
             pieces.pop()
         parts: list[list[Node]] = [list(p.args) if _is_own_product(p) else [p] for p in pieces]  # type: ignore[arg-type]
-        if len(parts) == sum(map(len, parts)) or any(p.meta["val"].dtype != node.meta["val"].dtype for p in pieces):
+        if len(parts) == sum(map(len, parts)) or any(
+            p.meta["val"].dtype != node.meta["val"].dtype for p in pieces
+        ):
             continue
         operands = [operand for part in parts for operand in part]
-        if any(operand not in index for operand in operands):  # an operand is itself the result of a join
+        # an operand is itself the result of a join
+        if any(operand not in index for operand in operands):
             continue
-        with graph.inserting_after(_last_use(max(operands, key=index.__getitem__), index, before=index[node])):
+        with graph.inserting_after(
+            _last_use(max(operands, key=index.__getitem__), index, before=index[node])
+        ):
             joined = graph.call_function(
-                torch.ops.fzero.join_gradients.default, (operands, [len(part) for part in parts], numel_of(node))
+                torch.ops.fzero.join_gradients.default,
+                (operands, [len(part) for part in parts], numel_of(node)),
             )
         product = next(piece for piece in pieces if _is_own_product(piece))
         joined.meta |= {"val": node.meta["val"], "custom": product.meta.get("custom") or {}}
@@ -99,7 +110,9 @@ def _source_of(piece: Node) -> Node:
 
 
 def _is_zero(node: Node) -> bool:
-    return node.target is aten.new_zeros.default or (node.target is aten.full.default and bool(node.args[1] == 0))
+    return node.target is aten.new_zeros.default or (
+        node.target is aten.full.default and bool(node.args[1] == 0)
+    )
 
 
 def _is_own_product(node: Node) -> bool:
@@ -107,7 +120,9 @@ def _is_own_product(node: Node) -> bool:
 
 
 def _last_use(operand: Node, index: dict[Node, int], *, before: int) -> Node:
-    """The last product that reads the memory of `operand`: after it, a unit's parameters are released before its gradients."""
+    """The last product that reads the memory of `operand`: after it, a unit's
+    parameters are released before its gradients.
+    """
     last, base = operand, operand
     while is_view(base) and isinstance(base.all_input_nodes[0].meta["val"], Tensor):
         base = base.all_input_nodes[0]

@@ -1,1 +1,3 @@
-"""Training loops of other libraries on top of fzero. Each module needs its library; fzero itself does not."""
+"""Training loops of other libraries on top of fzero. Each module needs its library;
+fzero itself does not.
+"""

@@ -14,6 +14,9 @@ else:
         __name__,
         {
             "notebook": "notebook_launch",
-            "": "agent cli environment feed hostfile launchers preflight reaper rendezvous supervise",
+            "": (
+                "agent cli environment feed hostfile launchers preflight reaper rendezvous "
+                "supervise"
+            ),
         },
     )

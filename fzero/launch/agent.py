@@ -1,12 +1,16 @@
-"""The agent of one host: starts, watches and ends its ranks, through torchrun's agent, which this module configures.
+"""The agent of one host: starts, watches and ends its ranks, through torchrun's agent,
+which this module configures.
 
     python -m fzero.launch.agent --world_info=… --node_rank=1 --master_addr=node1 --master_port=29500 script.py args…
 
-`fzero` runs one agent in its own process, or one on each host. The agent prefixes each line of a rank's output with the rank,
-ends all ranks of the host when one fails, and reports once which one it was. An agent on another host is on a *leash*: its
-standard input ends with the connection to the launcher, and then it ends its ranks. (The first line of that input, variables
-and the secret of the job, has been read before: `fzero.launch.launchers.READS`.) The *reaper* (`fzero.launch.reaper`) ends
-processes that remain after a failed job or a killed agent. So nothing is left running, however the launcher ended.
+`fzero` runs one agent in its own process, or one on each host. The agent prefixes each
+line of a rank's output with the rank, ends all ranks of the host when one fails, and
+reports once which one it was. An agent on another host is on a *leash*: its standard
+input ends with the connection to the launcher, and then it ends its ranks. (The first
+line of that input, variables and the secret of the job, has been read before:
+`fzero.launch.launchers.READS`.) The *reaper* (`fzero.launch.reaper`) ends processes
+that remain after a failed job or a killed agent. So nothing is left running, however
+the launcher ended.
 """
 
 from __future__ import annotations
@@ -52,12 +56,15 @@ NUM_LINES = 12  # lines shown of a failed rank's log
 NUM_SEARCHED = 2000  # last lines of the log that are searched for the error
 SECONDS_TO_END = 10  # between SIGTERM and SIGKILL for a rank
 LAST_CALL = 30  # seconds to wait for more hosts once the minimum is there
-REPORT = "fzero-failure: "  # prefix of the line that reports a failure to a launcher on another host
+# prefix of the line that reports a failure to a launcher on another host
+REPORT = "fzero-failure: "
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a host's first failed rank; the code is that of a shell, 128 + number for a signal."""
+    """The end of a host's first failed rank; the code is that of a shell, 128 + number
+    for a signal.
+    """
 
     rank: int
     host: str
@@ -74,13 +81,21 @@ class Failure:
 
     def after(self, shown: Forwarder) -> Failure:
         """The failure without the lines, where these are the error that was shown last."""
-        return replace(self, lines=(), is_above=True) if shown.has_shown_last(self.rank, self.lines) else self
+        return (
+            replace(self, lines=(), is_above=True)
+            if shown.has_shown_last(self.rank, self.lines)
+            else self
+        )
 
     def __str__(self) -> str:
         name = {128 + number: number.name for number in signal.Signals}.get(self.code)
         how = f"was killed by {name}" if name else f"ended with code {self.code}"
         how += "" if self.code else ", and others waited for it"
-        log = "; its last lines:" + "".join(f"\n    {line}" for line in self.lines) if self.lines else ""
+        log = (
+            "; its last lines:" + "".join(f"\n    {line}" for line in self.lines)
+            if self.lines
+            else ""
+        )
         log = "; its error is above" if self.is_above else log
         return f"fzero: rank {self.rank} on {self.host} {how}, so the job has been ended{log}"
 
@@ -100,7 +115,9 @@ class AgentWork:
     log_dir: str | None = None
     max_restarts: int = 0
     min_nodes: int | None = None
-    """The job continues with fewer hosts than `hosts`, down to this number; the order of hosts is not kept then."""
+    """The job continues with fewer hosts than `hosts`, down to this number; the order
+    of hosts is not kept then.
+    """
     last_call: int = LAST_CALL  # seconds that the minimum of hosts waits for more
 
     @property
@@ -114,12 +131,17 @@ class AgentWork:
 
     @property
     def needs_secret(self) -> bool:
-        """Whether the agents must authenticate each other: those of several hosts whose ranks may start again."""
+        """Whether the agents must authenticate each other: those of several hosts whose
+        ranks may start again.
+        """
         return len(self.hosts) > 1 and self.starts_again
 
     def arguments(self) -> list[str]:
         """The arguments of this module for the work."""
-        options = {name: getattr(self, name) for name in ("node_rank", "master_addr", "master_port", "log_dir")}
+        options = {
+            name: getattr(self, name)
+            for name in ("node_rank", "master_addr", "master_port", "log_dir")
+        }
         options |= {"max_restarts": self.max_restarts or None, "min_nodes": self.min_nodes}
         options["last_call"] = self.last_call if self.last_call != LAST_CALL else None
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -127,21 +149,28 @@ class AgentWork:
 
 
 def run(work: AgentWork, *, reports: bool = False) -> int:
-    """Starts the ranks of a host and waits for them; returns the exit code of the first one that failed, or 0.
+    """Starts the ranks of a host and waits for them; returns the exit code of the first
+    one that failed, or 0.
 
     Args:
-        reports: whether to report a failure as one line for a launcher on another host, instead of a message for people.
+        reports: whether to report a failure as one line for a launcher on another host,
+            instead of a message for people.
     """
     for name in [*logging.root.manager.loggerDict]:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent reports the same, once
     host, secret = work.host, secret_of(work)
-    os.environ.update(rank_defaults(os.environ, num_ranks=len(host.slots), num_cores=len(os.sched_getaffinity(0))))
+    os.environ.update(
+        rank_defaults(os.environ, num_ranks=len(host.slots), num_cores=len(os.sched_getaffinity(0)))
+    )
     if len(work.hosts) == 1 and work.master_addr in LOOPBACK:
-        os.environ.update(one_host_defaults(os.environ, [name for _, name in socket.if_nameindex()]))
+        os.environ.update(
+            one_host_defaults(os.environ, [name for _, name in socket.if_nameindex()])
+        )
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))
     if work.needs_secret:
-        # Otherwise restarted ranks find the old ranks' addresses in the agent's store, which persists, and gloo fails.
+        # Otherwise restarted ranks find the old ranks' addresses in the agent's store, which
+        # persists, and gloo fails.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["PYTHONUNBUFFERED"] = "1"  # so that the output of a killed rank is complete
     if not host.takes_first_slots:
@@ -149,7 +178,8 @@ def run(work: AgentWork, *, reports: bool = False) -> int:
     with ExitStack() as stack:
         shown = Forwarder(sys.stderr)
         if not reports:
-            stack.enter_context(redirect_stderr(shown))  # type: ignore[type-var]  # torchrun writes lines of ranks to it
+            # torchrun writes lines of ranks to it
+            stack.enter_context(redirect_stderr(shown))  # type: ignore[type-var]
         stack.callback(shown.finish)
         folder = work.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="fzero-"))
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -157,7 +187,9 @@ def run(work: AgentWork, *, reports: bool = False) -> int:
         ended = Ended()
         try:
             with patch.object(launcher, "LocalElasticAgent", ended.agent()):
-                elastic_launch(launch_config(work, folder, secret), work.program[0])(*work.program[1:])
+                elastic_launch(launch_config(work, folder, secret), work.program[0])(
+                    *work.program[1:]
+                )
             in_order()
         except ChildFailedError as error:
             failure = first_failure(error, host.name, folder, ended)
@@ -166,11 +198,14 @@ def run(work: AgentWork, *, reports: bool = False) -> int:
             return failure.exit_code
         except DistNetworkError as error:
             where = f"--master_port {work.master_port} of {work.master_addr}"
-            raise OSError(f"{where}: {error}; give a port that is free there and reachable") from error
+            raise OSError(
+                f"{where}: {error}; give a port that is free there and reachable"
+            ) from error
         except RendezvousError as error:
             raise OSError(f"the hosts did not find each other: {error}") from error
         except SignalException as error:
-            if reports and (early := ended.first(host.name, folder)):  # other ranks may have waited for this one
+            # other ranks may have waited for this one
+            if reports and (early := ended.first(host.name, folder)):
                 _report(early, reports)
             return 128 + int(error.sigval)
         finally:
@@ -185,11 +220,17 @@ def _ignore_signals() -> None:
 
 def _report(failure: Failure, reports: bool) -> None:
     with suppress(BrokenPipeError):
-        print(REPORT + json.dumps(asdict(failure)) if reports else failure, file=sys.stderr, flush=True)
+        print(
+            REPORT + json.dumps(asdict(failure)) if reports else failure,
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 class Ended:
-    """The ranks of this host that have ended with code 0, and when; torchrun reports only failed ones."""
+    """The ranks of this host that have ended with code 0, and when; torchrun reports
+    only failed ones.
+    """
 
     def __init__(self) -> None:
         self.times: dict[int, tuple[float, int]] = {}  # (time, local rank) by rank
@@ -201,21 +242,30 @@ class Ended:
         class Noting(LocalElasticAgent):
             def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
                 handlers = getattr(self._pcontext, "subprocess_handlers", {})
-                for worker in worker_group.workers:  # before torchrun checks the workers, which may end the others
-                    if worker.local_rank in handlers and handlers[worker.local_rank].proc.poll() == 0:
+                # before torchrun checks the workers, which may end the others
+                for worker in worker_group.workers:
+                    if (
+                        worker.local_rank in handlers
+                        and handlers[worker.local_rank].proc.poll() == 0
+                    ):
                         ended.times.setdefault(worker.global_rank, (time.time(), worker.local_rank))
                 result: RunResult = super()._monitor_workers(worker_group)
                 return result
 
             def _shutdown(self, *args: Any, **kwargs: Any) -> None:
                 if args and args[0] != signal.SIGTERM:
-                    _ignore_signals()  # a second Ctrl-C would interrupt this, and the ranks would get SIGTERM
+                    # a second Ctrl-C would interrupt this, and the ranks would get SIGTERM
+                    _ignore_signals()
                 super()._shutdown(*args, **kwargs)
 
             def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
                 ended.times.clear()
-                run_id, port = worker_group.spec.rdzv_handler.get_run_id(), str(worker_group.master_port)
-                os.environ.update(host_variables(worker_group) | agent_store(run_id, port))  # ranks inherit them
+                run_id, port = (
+                    worker_group.spec.rdzv_handler.get_run_id(),
+                    str(worker_group.master_port),
+                )
+                # ranks inherit them
+                os.environ.update(host_variables(worker_group) | agent_store(run_id, port))
                 started: dict[int, Any] = super()._start_workers(worker_group)
                 return started
 
@@ -230,7 +280,9 @@ class Ended:
 
 
 def host_variables(worker_group: WorkerGroup) -> dict[str, str]:
-    """DeepSpeed's variables of a host: the number of its ranks, its number among the hosts, and theirs."""
+    """DeepSpeed's variables of a host: the number of its ranks, its number among the
+    hosts, and theirs.
+    """
     return {
         "LOCAL_SIZE": str(worker_group.spec.local_world_size),
         "CROSS_RANK": str(worker_group.group_rank),
@@ -240,11 +292,13 @@ def host_variables(worker_group: WorkerGroup) -> dict[str, str]:
 
 @contextmanager
 def kept(folder: str) -> Iterator[Callable[[], object]]:
-    """Marks processes that are started inside. Yields a function to call after a normal end; otherwise the reaper ends the
-    remaining processes, and removes the folder, if it is not "".
+    """Marks processes that are started inside. Yields a function to call after a normal
+    end; otherwise the reaper ends the remaining processes, and removes the folder, if
+    it is not "".
 
-    torchrun ends its ranks and their process groups. The reaper is for processes that a rank has started in another session,
-    and for ranks that torchrun did not end because of a second signal or because this process died.
+    torchrun ends its ranks and their process groups. The reaper is for processes that a
+    rank has started in another session, and for ranks that torchrun did not end because
+    of a second signal or because this process died.
     """
     os.environ["FZERO_JOB"] = uuid.uuid4().hex
     mark = f"FZERO_JOB={os.environ['FZERO_JOB']}"
@@ -253,7 +307,8 @@ def kept(folder: str) -> Iterator[Callable[[], object]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # shields it from signals of the terminal and from the end of this session
+        # shields it from signals of the terminal and from the end of this session
+        start_new_session=True,
         env={},
         cwd="/",
     )
@@ -265,17 +320,27 @@ def kept(folder: str) -> Iterator[Callable[[], object]]:
 
 
 def launch_config(work: AgentWork, log_dir: str, secret: Secret | None = None) -> LaunchConfig:
-    """torchrun's configuration for one host. Ranks follow the order of hosts, unless they may start again."""
+    """torchrun's configuration for one host. Ranks follow the order of hosts, unless
+    they may start again.
+    """
     num_nodes = len(work.hosts)
     # torchrun's static rendezvous keeps the order, but works only once for agents of several hosts.
     keeps_order = num_nodes > 1 and not work.starts_again
-    configs = {"rank": work.node_rank} if keeps_order else {"last_call_timeout": work.last_call, "secret": secret}
+    configs = (
+        {"rank": work.node_rank}
+        if keeps_order
+        else {"last_call_timeout": work.last_call, "secret": secret}
+    )
     prefix = f"[{work.host.name} rank ${{rank}}] " if num_nodes > 1 else "[rank ${rank}] "
     return LaunchConfig(
         min_nodes=work.min_nodes or num_nodes,
         max_nodes=num_nodes,
         nproc_per_node=len(work.host.slots),
-        run_id=secret.name if secret else f"fzero-{work.master_port}" if num_nodes > 1 else uuid.uuid4().hex[:8],
+        run_id=secret.name
+        if secret
+        else f"fzero-{work.master_port}"
+        if num_nodes > 1
+        else uuid.uuid4().hex[:8],
         rdzv_backend="static" if keeps_order else BACKEND,
         rdzv_endpoint=f"{work.master_addr}:{work.master_port}",
         rdzv_configs={"timeout": 300, **configs},
@@ -288,9 +353,11 @@ def launch_config(work: AgentWork, log_dir: str, secret: Secret | None = None) -
 
 
 def first_failure(error: ChildFailedError, host: str, log_dir: str, ended: Ended) -> Failure:
-    """The failure that caused the others: not that of a rank ended by the agent, nor of one that waited for another rank.
+    """The failure that caused the others: not that of a rank ended by the agent, nor of
+    one that waited for another rank.
 
-    If all failed ranks waited for another one, it is the first rank that had ended normally.
+    If all failed ranks waited for another one, it is the first rank that had ended
+    normally.
     """
 
     def failure_of(rank: int, failed: ProcessFailure) -> Failure:
@@ -298,10 +365,15 @@ def first_failure(error: ChildFailedError, host: str, log_dir: str, ended: Ended
         code = failed.exitcode if failed.exitcode >= 0 else 128 - failed.exitcode
         # The error may name many ranks, a line each.
         follows = any("fzero.comms.axes.CollectiveError" in line for line in lines[-NUM_SEARCHED:])
-        return Failure(rank, host, code, float(failed.timestamp), follows, tuple(lines[-NUM_LINES:]))
+        return Failure(
+            rank, host, code, float(failed.timestamp), follows, tuple(lines[-NUM_LINES:])
+        )
 
-    failures = [failure_of(rank, failed) for rank, failed in error.failures.items()]  # in the order of detection
-    first = min(failures, key=lambda failure: (failure.code == 128 + signal.SIGTERM, failure.follows))
+    # in the order of detection
+    failures = [failure_of(rank, failed) for rank, failed in error.failures.items()]
+    first = min(
+        failures, key=lambda failure: (failure.code == 128 + signal.SIGTERM, failure.follows)
+    )
     return (ended.first(host, log_dir) if first.follows else None) or first
 
 
@@ -314,7 +386,8 @@ def _log(log_dir: str, local_rank: int) -> list[str]:
 
 
 def secret_of(work: AgentWork) -> Secret | None:
-    """The secret of the job, if it needs one. Removes it from the environment, because ranks do not need it.
+    """The secret of the job, if it needs one. Removes it from the environment, because
+    ranks do not need it.
 
     Raises:
         ValueError: the variable is not set.
@@ -324,15 +397,18 @@ def secret_of(work: AgentWork) -> Secret | None:
         return None
     if text is None:
         raise ValueError(
-            f"{SECRET}: is not set. It authenticates agents of several hosts whose ranks may start again: export the same value "
-            "on every host, for example one output of `openssl rand -hex 16`; no other user must be able to read it"
+            f"{SECRET}: is not set. It authenticates agents of several hosts whose ranks may start "
+            f"again: export the same value "
+            "on every host, for example one output of `openssl rand -hex 16`; no other user must "
+            "be able to read it"
         )
     return Secret(text)
 
 
 def watch_leash() -> bool:
-    """Ends this agent as SIGTERM does, as soon as standard input ends. False, and nothing, where that is no pipe or socket:
-    who started the agent by hand, or in a pod, whose input is /dev/null, holds no leash."""
+    """Ends this agent as SIGTERM does, as soon as standard input ends. False, and
+    nothing, where that is no pipe or socket: who started the agent by hand, or in a
+    pod, whose input is /dev/null, holds no leash."""
     mode = os.fstat(0).st_mode
     if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
         return False
@@ -364,7 +440,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("program", nargs="+")
     given = vars(parser.parse_args(arguments))
     work = AgentWork(hosts=given.pop("world_info"), program=tuple(given.pop("program")), **given)
-    print(f"fzero: {work.host.name} starts {len(work.host.slots)} ranks ({socket.gethostname()})", flush=True)
+    print(
+        f"fzero: {work.host.name} starts {len(work.host.slots)} ranks ({socket.gethostname()})",
+        flush=True,
+    )
     return run(work, reports=watch_leash())
 
 

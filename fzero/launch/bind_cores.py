@@ -1,9 +1,11 @@
-"""Binds a rank to its share of a host's cores, and becomes the rank's program: `--bind_cores_to_rank`.
+"""Binds a rank to its share of a host's cores, and becomes the rank's program:
+`--bind_cores_to_rank`.
 
     python -I -S bind_cores.py CORES NUM_RANKS LOCAL_RANK program args…
 
-CORES is a list such as 0-3,8, or "all" for the cores that this process may use. Memory follows: Linux places it beside the core
-that touches it first. Standard library only, so that the start costs little.
+CORES is a list such as 0-3,8, or "all" for the cores that this process may use. Memory
+follows: Linux places it beside the core that touches it first. Standard library only,
+so that the start costs little.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ def share(cores: Sequence[int], num_ranks: int, local_rank: int) -> tuple[int, .
     each = len(cores) // num_ranks
     if not each:
         raise ValueError(
-            f"--bind_cores_to_rank: needs a core for each of the {num_ranks} ranks of a host, and there are {len(cores)}; start "
-            f"fewer ranks, or leave it out"
+            f"--bind_cores_to_rank: needs a core for each of the {num_ranks} ranks of a host, and "
+            f"there are {len(cores)}; start fewer ranks, or leave it out"
         )
     return tuple(cores[each * local_rank : each * (local_rank + 1)])
 
@@ -55,11 +57,15 @@ def main(words: Sequence[str]) -> int:
     text, num_ranks, local_rank, program, *args = words
     try:
         usable = sorted(os.sched_getaffinity(0))
-        chosen = share(usable if text == "all" else parse_cores(text), int(num_ranks), int(local_rank))
+        chosen = share(
+            usable if text == "all" else parse_cores(text), int(num_ranks), int(local_rank)
+        )
         os.sched_setaffinity(0, chosen)
     except (ValueError, OSError) as error:
         print(
-            f"fzero: {error}" if isinstance(error, ValueError) else f"fzero: --bind_core_list {text}: {error}",
+            f"fzero: {error}"
+            if isinstance(error, ValueError)
+            else f"fzero: --bind_core_list {text}: {error}",
             file=sys.stderr,
         )
         return 2

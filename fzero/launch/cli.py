@@ -1,8 +1,10 @@
-"""`fzero [run] [flags] script.py args…`: starts a training script on one machine or many, with DeepSpeed's flags.
+"""`fzero [run] [flags] script.py args…`: starts a training script on one machine or
+many, with DeepSpeed's flags.
 
-`choose_hosts` selects hosts and slots, `work_of` the work of their agents. Then this process is the agent of its own ranks
-(`fzero.launch.agent`), or a launcher composes commands (`fzero.launch.launchers`) that are printed (--dry_run) or run
-together (`fzero.launch.supervise`).
+`choose_hosts` selects hosts and slots, `work_of` the work of their agents. Then this
+process is the agent of its own ranks (`fzero.launch.agent`), or a launcher composes
+commands (`fzero.launch.launchers`) that are printed (--dry_run) or run together
+(`fzero.launch.supervise`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,13 @@ from fzero.launch.deepspeed_flags import (
     pid_file,
     rank_words,
 )
-from fzero.launch.environment import expanded, forwarded, not_forwarded, rank_defaults, read_env_files
+from fzero.launch.environment import (
+    expanded,
+    forwarded,
+    not_forwarded,
+    rank_defaults,
+    read_env_files,
+)
 from fzero.launch.hostfile import Host, choose, parse_filter, parse_hostfile
 from fzero.launch.launchers import HAVE_AGENTS, LAUNCHERS, PROGRAMS, Command, LaunchJob
 from fzero.launch.preflight import check
@@ -46,7 +54,9 @@ HOSTFILE = Path("/job/hostfile")
 NPROC = ("--nproc_per_node", "--nproc-per-node")
 """torchrun's name for --num_procs."""
 ALSO = dict.fromkeys(("world", "world_size", "ranks"), "--num_procs")
-"""Other names for flags, from `fzero plan`, torchrun and the documentation, for which the error suggests the flag here."""
+"""Other names for flags, from `fzero plan`, torchrun and the documentation, for which
+the error suggests the flag here.
+"""
 
 
 class LaunchError(ValueError):
@@ -69,13 +79,23 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(*others, name, *hyphens, dest=name[2:], **how)  # type: ignore[arg-type]
 
     # the ranks of a host, and their program
-    add("--num_gpus", "--num_accelerators", type=int, metavar="N", help="ranks per host, on the first N devices")
+    add(
+        "--num_gpus",
+        "--num_accelerators",
+        type=int,
+        metavar="N",
+        help="ranks per host, on the first N devices",
+    )
     add("--num_procs", *NPROC, type=int, metavar="N", help="the same, for machines without devices")
     where = f"where rank 0 listens (free on one machine, {DEFAULT_PORT} on many)"
     add("--master_port", type=port, metavar="P", help=where)
     add("--module", "-m", action="store_true", help="the script is the name of a module")
     add("--no_python", action="store_true", help="the script is a program of its own")
-    add("--as_deepspeed", action="store_true", help="`import deepspeed` is fzero.deepspeed in the ranks")
+    add(
+        "--as_deepspeed",
+        action="store_true",
+        help="`import deepspeed` is fzero.deepspeed in the ranks",
+    )
     add("--enable_each_rank_log", metavar="DIR", help="keep what each rank writes in this folder")
     # the choice of hosts, and lost ones
     lines = f"lines of 'host slots=N' (default {HOSTFILE}, if it is there)"
@@ -84,22 +104,54 @@ def parser() -> argparse.ArgumentParser:
     add("--exclude", "-e", default="", metavar="FILTER", help="all but these")
     add("--num_nodes", type=int, metavar="N", help="only the first N hosts")
     add("--nnodes", metavar="MIN:MAX", help="go on with as few hosts as MIN when some are lost")
-    seconds = f"with --nnodes: seconds that the hosts which are there wait for the others (default {LAST_CALL})"
+    seconds = (
+        f"with --nnodes: seconds that the hosts which are there wait for the others (default "
+        f"{LAST_CALL})"
+    )
     add("--wait_for_hosts", type=int, default=LAST_CALL, metavar="S", help=seconds)
     seconds = "seconds that a collective waits for a rank (FZERO_TIMEOUT, default 600)"
     add("--timeout", type=float, metavar="S", help=seconds)
-    add("--max_restarts", type=int, default=0, metavar="N", help="start the ranks again, N times, when one fails")
+    add(
+        "--max_restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start the ranks again, N times, when one fails",
+    )
     add("--master_addr", metavar="HOST", help="where rank 0 listens (default: the first host)")
-    add("--node_rank", type=int, metavar="K", help="with --no_ssh: which of the hosts this machine is")
+    add(
+        "--node_rank",
+        type=int,
+        metavar="K",
+        help="with --no_ssh: which of the hosts this machine is",
+    )
     # starting the hosts
-    add("--no_ssh", action="store_true", help="start the ranks of this host alone; start the others yourself")
+    add(
+        "--no_ssh",
+        action="store_true",
+        help="start the ranks of this host alone; start the others yourself",
+    )
     add("--no_ssh_check", action="store_true", help="do not look at the hosts before the start")
     add("--ssh_port", type=port, metavar="P")
     add("--force_multi", action="store_true", help="use the launcher also for a single host")
     add("--launcher", choices=LAUNCHERS, default="ssh")
-    add("--launcher_args", default="", metavar="ARGS", help="more arguments for ssh, pdsh, mpirun or srun, in one word")
-    add("--env_file", type=Path, metavar="FILE", help="lines of NAME=VALUE for every rank (default .deepspeed_env)")
-    add("--autotuning", choices=("tune", "run"), help="find the fastest configuration (fzero tune), and run with it")
+    add(
+        "--launcher_args",
+        default="",
+        metavar="ARGS",
+        help="more arguments for ssh, pdsh, mpirun or srun, in one word",
+    )
+    add(
+        "--env_file",
+        type=Path,
+        metavar="FILE",
+        help="lines of NAME=VALUE for every rank (default .deepspeed_env)",
+    )
+    add(
+        "--autotuning",
+        choices=("tune", "run"),
+        help="find the fastest configuration (fzero tune), and run with it",
+    )
     add("--dry_run", action="store_true", help="print the commands and run nothing")
     add_flags(add)
     made.add_argument("script")
@@ -115,7 +167,9 @@ def port(text: str) -> int:
     argparse.ArgumentTypeError: must be from 1 to 65535, got '70000'; leave it out for the default
     """
     if not (text.isdecimal() and 1 <= int(text) <= 65535):
-        raise argparse.ArgumentTypeError(f"must be from 1 to 65535, got {text!r}; leave it out for the default")
+        raise argparse.ArgumentTypeError(
+            f"must be from 1 to 65535, got {text!r}; leave it out for the default"
+        )
     return int(text)
 
 
@@ -133,7 +187,9 @@ def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
     """The hosts and slots of the job; this machine where there is no hostfile."""
     if given.num_gpus is not None and given.num_procs is not None:
         what = "both are the ranks of a host"
-        raise LaunchError(f"--num_gpus and --num_procs exclude each other: {what}; give one of them")
+        raise LaunchError(
+            f"--num_gpus and --num_procs exclude each other: {what}; give one of them"
+        )
     if given.num_procs is not None and given.num_procs < 1:
         raise LaunchError(f"--num_procs {given.num_procs}: must be at least 1")
     slots_per_host: int | None = given.num_gpus if given.num_procs is None else given.num_procs
@@ -141,9 +197,13 @@ def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
     path: Path = given.hostfile or HOSTFILE
     say = _speaker(given)
     if path.is_dir():
-        raise LaunchError(f"--hostfile {path}: is a folder; give a file with lines of 'host slots=N'")
+        raise LaunchError(
+            f"--hostfile {path}: is a folder; give a file with lines of 'host slots=N'"
+        )
     if path.is_file():
-        return choose(parse_hostfile(path.read_text(), source=str(path)), num_nodes=given.num_nodes, **chosen)
+        return choose(
+            parse_hostfile(path.read_text(), source=str(path)), num_nodes=given.num_nodes, **chosen
+        )
     if (given.num_nodes or 1) > 1:
         why = f"needs a hostfile, and there is none at {path}"
         raise LaunchError(f"--num_nodes {given.num_nodes}: {why}; give --hostfile")
@@ -153,16 +213,29 @@ def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
     if num_devices == 0 and slots_per_host is None and not given.include and not given.exclude:
         say("no GPU is here: starting one rank; --num_procs N starts more")
     if num_devices == 0 and given.num_gpus is not None:
-        say(f"no GPU is here: --num_gpus {given.num_gpus} starts as many processes on the CPU, as --num_procs does")
+        say(
+            f"no GPU is here: --num_gpus {given.num_gpus} starts as many processes on the CPU, as "
+            f"--num_procs does"
+        )
     if num_devices == 0 and given.exclude:
-        raise LaunchError(f"--exclude {given.exclude}: this machine has no GPU; --num_procs N starts N ranks")
+        raise LaunchError(
+            f"--exclude {given.exclude}: this machine has no GPU; --num_procs N starts N ranks"
+        )
     named = (
-        parse_filter(given.include, option="--include").get("localhost") if num_devices == 0 and given.include else ()
+        parse_filter(given.include, option="--include").get("localhost")
+        if num_devices == 0 and given.include
+        else ()
     )
-    found = max(num_devices, 1 if slots_per_host is None else slots_per_host, *(slot + 1 for slot in named or ()))
+    found = max(
+        num_devices,
+        1 if slots_per_host is None else slots_per_host,
+        *(slot + 1 for slot in named or ()),
+    )
     if given.num_gpus is not None and 0 < num_devices < given.num_gpus:
         why = f"this machine has {num_devices}"
-        raise LaunchError(f"--num_gpus {given.num_gpus}: {why}; --num_procs starts more ranks than that")
+        raise LaunchError(
+            f"--num_gpus {given.num_gpus}: {why}; --num_procs starts more ranks than that"
+        )
     return choose([Host("localhost", tuple(range(found)))], **chosen)
 
 
@@ -179,18 +252,28 @@ def program_of(given: argparse.Namespace, hosts: tuple[Host, ...]) -> tuple[str,
 
 
 def check_program(given: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Raises LaunchError when the ranks' script, module or program is not on this machine."""
+    """Raises LaunchError when the ranks' script, module or program is not on this
+    machine.
+    """
     script = given.script
     if given.no_python:
         if shutil.which(script, path=environment.get("PATH")) is None:
-            raise LaunchError(f"--no_python {script}: there is no such program on the PATH; check its name")
+            raise LaunchError(
+                f"--no_python {script}: there is no such program on the PATH; check its name"
+            )
     elif given.module:
-        paths = [os.getcwd(), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+        paths = [
+            os.getcwd(),
+            *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)),
+            *sys.path,
+        ]
         top = script.partition(".")[0]
         with patch.object(sys, "path", paths):
             is_there = top in sys.modules or find_spec(top) is not None
         if not is_there:
-            raise LaunchError(f"--module {script}: there is no module {top!r} here; check its name and PYTHONPATH")
+            raise LaunchError(
+                f"--module {script}: there is no module {top!r} here; check its name and PYTHONPATH"
+            )
     elif not Path(script).exists():
         near = get_close_matches(script, [path.name for path in Path().glob("*.py")], 1)
         hint = f"did you mean {near[0]}?" if near else f"the current folder is {os.getcwd()}"
@@ -202,8 +285,15 @@ def fewest_nodes(given: argparse.Namespace, num_hosts: int) -> int | None:
     if given.nnodes is None:
         return elastic_hosts(given)
     smallest, colon, largest = given.nnodes.partition(":")
-    if not (colon and smallest.isdecimal() and largest.isdecimal() and 1 <= int(smallest) <= int(largest) == num_hosts):
-        raise LaunchError(f"--nnodes {given.nnodes}: must be MIN:MAX with MAX the number of hosts, {num_hosts}")
+    if not (
+        colon
+        and smallest.isdecimal()
+        and largest.isdecimal()
+        and 1 <= int(smallest) <= int(largest) == num_hosts
+    ):
+        raise LaunchError(
+            f"--nnodes {given.nnodes}: must be MIN:MAX with MAX the number of hosts, {num_hosts}"
+        )
     return int(smallest)
 
 
@@ -231,7 +321,10 @@ def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: boo
 
 
 def commands_of(
-    given: argparse.Namespace, work: AgentWork, environment: Mapping[str, str], from_file: Mapping[str, str]
+    given: argparse.Namespace,
+    work: AgentWork,
+    environment: Mapping[str, str],
+    from_file: Mapping[str, str],
 ) -> tuple[LaunchJob, tuple[Command, ...]]:
     """The job on many hosts, and the commands of its launcher."""
     for name in not_forwarded(environment):
@@ -240,10 +333,15 @@ def commands_of(
     variables = forwarded(environment, from_file)
     if work.needs_secret:
         variables[SECRET] = secrets.token_hex(16)
-    if given.launcher not in HAVE_AGENTS:  # then the hosts' cores are assumed to be as many as this machine's
+    # then the hosts' cores are assumed to be as many as this machine's
+    if given.launcher not in HAVE_AGENTS:
         num_ranks, num_cores = max(len(host.slots) for host in work.hosts), os.cpu_count() or 1
         variables = (
-            rank_defaults({**environment, **expanded(from_file, environment)}, num_ranks=num_ranks, num_cores=num_cores)
+            rank_defaults(
+                {**environment, **expanded(from_file, environment)},
+                num_ranks=num_ranks,
+                num_cores=num_cores,
+            )
             | variables
         )
     launcher_args = tuple(shlex.split(given.launcher_args))
@@ -256,7 +354,9 @@ def commands_of(
 
 
 def start(given: argparse.Namespace) -> int:
-    """Starts the job, or prints its commands; returns the exit code of the rank that failed first, or 0."""
+    """Starts the job, or prints its commands; returns the exit code of the rank that
+    failed first, or 0.
+    """
     hosts = choose_hosts(given)
     check_flags(given, hosts)
     from_file = read_env_files(given.env_file, os.environ)
@@ -268,15 +368,20 @@ def start(given: argparse.Namespace) -> int:
     timeout_of(os.environ | here)  # raises here instead of on every rank
     is_many = len(hosts) > 1 or given.force_multi
     if given.no_ssh and is_many and given.node_rank is None:
-        raise LaunchError("--no_ssh: starts one host, so give --node_rank, the number of this one in the hostfile")
+        raise LaunchError(
+            "--no_ssh: starts one host, so give --node_rank, the number of this one in the hostfile"
+        )
     work = work_of(given, hosts, is_local=not is_many)
     if not is_many and (given.launcher != "ssh" or given.launcher_args):
         _speaker(given)(
-            "one host needs no launcher: --launcher and --launcher_args have no effect; --force_multi uses them"
+            "one host needs no launcher: --launcher and --launcher_args have no effect; "
+            "--force_multi uses them"
         )
     if not is_many or given.no_ssh:
         if given.dry_run:
-            print(Command((sys.executable, "-u", "-m", "fzero.launch.agent", *work.arguments()), here))
+            print(
+                Command((sys.executable, "-u", "-m", "fzero.launch.agent", *work.arguments()), here)
+            )
             return 0
         os.environ.update(here)
         check_program(given, os.environ)

@@ -1,9 +1,11 @@
-"""Runs a command whose input is a line from this process's environment, and then this process's own input.
+"""Runs a command whose input is a line from this process's environment, and then this
+process's own input.
 
     FZERO_INPUT=… python -I -S feed.py ssh host command…
 
-For pdsh, whose commands have no input: the variables for other hosts may be secret, and `ps` shows arguments to all users. It is
-run as a script, once per host, and imports nothing else.
+For pdsh, whose commands have no input: the variables for other hosts may be secret, and
+`ps` shows arguments to all users. It is run as a script, once per host, and imports
+nothing else.
 """
 
 import os
@@ -16,7 +18,9 @@ if __name__ == "__main__":
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, text=True)
 
     def feed() -> None:
-        """Writes the line, and closes the command's input at the end of this process's input."""
+        """Writes the line, and closes the command's input at the end of this process's
+        input.
+        """
         stdin = process.stdin
         assert stdin is not None
         try:

@@ -1,8 +1,12 @@
-"""`Forwarder`: the errors of all ranks as one stream, in which an error that several ranks raise alike is shown once.
+"""`Forwarder`: the errors of all ranks as one stream, in which an error that several
+ranks raise alike is shown once.
 
-1. A line that begins a traceback opens a block of its rank. The first rank's block is shown as it comes: it leads.
-2. A block that begins like one that was shown is held back, as long as its lines are the same.
-3. Where a line differs, all that was held is shown, in order. Where a rank ends or pauses with the same lines, a line says so.
+1. A line that begins a traceback opens a block of its rank. The first rank's block is
+  shown as it comes: it leads.
+2. A block that begins like one that was shown is held back, as long as its lines are
+  the same.
+3. Where a line differs, all that was held is shown, in order. Where a rank ends or
+  pauses with the same lines, a line says so.
 
 So no line is lost, and the lines of a rank keep their order.
 """
@@ -17,17 +21,22 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 HEADER = re.compile(r"\[(?:\S+ )?rank (\d+)\] ")
-"""The prefix of a rank's line (`fzero.launch.agent.launch_config`), also of one on another host."""
+"""The prefix of a rank's line (`fzero.launch.agent.launch_config`), also of one on
+another host.
+"""
 OF_TORCH = re.compile(r"^\[rank\d+\]: ?")
 """torch.distributed puts it before the lines of a traceback."""
 LOGGED = re.compile(r"^\[[IWEF]\d{4} ")
 """A line that torch logs from C++, with the time: it is no part of an error."""
 BEGINS = ("Traceback (most recent call last):", '  File "')
-"""A traceback begins with the first; a script with a wrong syntax has the second alone."""
+"""A traceback begins with the first; a script with a wrong syntax has the second alone.
+"""
 PAUSE = 2.0
 """Seconds without a line of a rank after which its block has ended."""
 STALE = 30.0
-"""Seconds after its last line during which a block is compared with those of other ranks."""
+"""Seconds after its last line during which a block is compared with those of other
+ranks.
+"""
 MOST = 1000
 """Lines of a block."""
 
@@ -39,7 +48,8 @@ class _Block:
     Attributes:
         held: the lines as they are to be shown; empty in a block that leads.
         lines: the same without what names the rank.
-        like: the blocks that lead and begin with these lines; empty where this one leads.
+        like: the blocks that lead and begin with these lines; empty where this one
+            leads.
         is_open: whether more lines may come.
     """
 
@@ -57,13 +67,17 @@ class _Block:
 
 
 class Forwarder:
-    """A text stream for the lines of all ranks; other text passes through. It may be written to by several threads."""
+    """A text stream for the lines of all ranks; other text passes through. It may be
+    written to by several threads.
+    """
 
     def __init__(self, to: TextIO, pause: float = PAUSE) -> None:
         self._to, self._pause, self._lock = to, pause, threading.RLock()
         self._open: dict[str, _Block] = {}
         self._begun: dict[str, tuple[str, float]] = {}
-        """Per rank: the unfinished line, and when it came. A log may be read before a line has ended."""
+        """Per rank: the unfinished line, and when it came. A log may be read before a
+        line has ended.
+        """
         self._leads: list[_Block] = []
         self._timer: threading.Timer | None = None
         self._last = _Block(""), {""}
@@ -106,7 +120,11 @@ class Forwarder:
         block, ranks = self._last
         lines = [OF_TORCH.sub("", line) for line in log]
         lines = [line for line in lines if not LOGGED.match(line)]
-        return str(rank) in ranks and bool(lines) and [line.rstrip() for line in block.lines[-1:]] == lines[-1:]
+        return (
+            str(rank) in ranks
+            and bool(lines)
+            and [line.rstrip() for line in block.lines[-1:]] == lines[-1:]
+        )
 
     def _line(self, rank: str, text: str, line: str) -> None:
         block, now = self._open.get(rank), time.monotonic()
@@ -118,7 +136,9 @@ class Forwarder:
                 self._to.write(text)
                 return
             self._leads = [lead for lead in self._leads if now - lead.last < STALE]
-            block = self._open[rank] = _Block(rank, like=[lead for lead in self._leads if lead.rank != rank])
+            block = self._open[rank] = _Block(
+                rank, like=[lead for lead in self._leads if lead.rank != rank]
+            )
             self._wait()
             if not block.like:
                 self._leads.append(block)
@@ -141,7 +161,9 @@ class Forwarder:
     def _compare(self, block: _Block) -> None:
         """Shows a block that is held back where it is like no other any more."""
         before, length = block.like, len(block.lines)
-        block.like = [lead for lead in before if lead.lines[:length] == block.lines[: len(lead.lines)]]
+        block.like = [
+            lead for lead in before if lead.lines[:length] == block.lines[: len(lead.lines)]
+        ]
         block.like = [lead for lead in block.like if lead.is_open or length <= len(lead.lines)]
         if not block.like:
             ended = next((lead for lead in before if lead.lines == block.lines[:-1]), None)
@@ -154,13 +176,19 @@ class Forwarder:
                 self._show(block)
 
     def _close(self, block: _Block) -> None:
-        """Ends a block: after a pause, at a line that is no part of it, or at the end of its rank."""
+        """Ends a block: after a pause, at a line that is no part of it, or at the end
+        of its rank.
+        """
         block.is_open = False
         self._open.pop(block.rank, None)
         if block in self._leads:
             return
-        lead = next((lead for lead in block.like if lead.lines[: len(block.lines)] == block.lines), None)
-        if lead is not None and (block.is_whole or (len(block.lines) > 1 and block.lines == lead.lines)):
+        lead = next(
+            (lead for lead in block.like if lead.lines[: len(block.lines)] == block.lines), None
+        )
+        if lead is not None and (
+            block.is_whole or (len(block.lines) > 1 and block.lines == lead.lines)
+        ):
             self._say_same(block, lead, len(block.lines))
         else:
             self._show(block)
@@ -168,7 +196,9 @@ class Forwarder:
     def _say_same(self, block: _Block, lead: _Block, num_lines: int) -> None:
         header = HEADER.match(block.held[0])
         assert header is not None
-        self._to.write(f"{header[0]}has the error of rank {lead.rank}, in the same {num_lines} lines\n")
+        self._to.write(
+            f"{header[0]}has the error of rank {lead.rank}, in the same {num_lines} lines\n"
+        )
         if lead is self._last[0]:
             self._last[1].add(block.rank)
 
@@ -189,7 +219,9 @@ class Forwarder:
         """Ends blocks after a pause."""
         with self._lock:
             now = time.monotonic()
-            for rank in [rank for rank, (_, came) in self._begun.items() if now - came > self._pause]:
+            for rank in [
+                rank for rank, (_, came) in self._begun.items() if now - came > self._pause
+            ]:
                 self._end_line(rank)
             for block in [*self._open.values()]:
                 if now - block.last > self._pause:

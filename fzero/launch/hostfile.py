@@ -1,7 +1,9 @@
 """`Host`: the hosts and slots of a job, from hostfiles, filters and counts.
 
-1. `parse_hostfile` reads lines of `host slots=N`; the order is kept, the first host has rank 0.
-2. `choose` applies --include, --exclude, --num_nodes and --num_gpus, in DeepSpeed's grammar.
+1. `parse_hostfile` reads lines of `host slots=N`; the order is kept, the first host has
+  rank 0.
+2. `choose` applies --include, --exclude, --num_nodes and --num_gpus, in DeepSpeed's
+  grammar.
 3. `encode` and `decode` carry the result to the agents that start the ranks.
 """
 
@@ -32,14 +34,18 @@ class Host:
 
     def __post_init__(self) -> None:
         if len({*self.slots}) < len(self.slots) or any(slot < 0 for slot in self.slots):
-            raise ValueError(f"host {self.name!r}: slots must be distinct and not negative, got {self.slots}")
+            raise ValueError(
+                f"host {self.name!r}: slots must be distinct and not negative, got {self.slots}"
+            )
         if not self.name or self.name.startswith("-"):
             rule = "a name must not be empty, nor begin with '-'"
             raise ValueError(f"host {self.name!r}: {rule}: ssh would take it as an option")
 
     @property
     def takes_first_slots(self) -> bool:
-        """Whether local rank i has slot i, so that no device must be hidden from the ranks."""
+        """Whether local rank i has slot i, so that no device must be hidden from the
+        ranks.
+        """
         return self.slots == tuple(range(len(self.slots)))
 
 
@@ -53,7 +59,8 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
     ValueError: hostfile, line 2: 'b slots=two' is not 'host slots=N'; write for example 'node1 slots=8'
 
     Raises:
-        ValueError: a line that is none, a host named twice, no host at all; the message names the line.
+        ValueError: a line that is none, a host named twice, no host at all; the message
+            names the line.
     """
     found: dict[str, tuple[int, Host]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -63,7 +70,9 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
         try:
             host = _host_of(content)
             if host.name in found:
-                raise ValueError(f"host {host.name!r} is in line {found[host.name][0]} already; name it once")
+                raise ValueError(
+                    f"host {host.name!r} is in line {found[host.name][0]} already; name it once"
+                )
         except ValueError as error:
             raise ValueError(f"{source}, line {number}: {error}") from None
         found[host.name] = number, host
@@ -83,7 +92,8 @@ def _host_of(line: str) -> Host:
 
 
 def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]:
-    """The slots by host that `NODE[:slot,slot]@NODE…` names; None for all slots of a host.
+    """The slots by host that `NODE[:slot,slot]@NODE…` names; None for all slots of a
+    host.
 
     >>> parse_filter("a@b:0,2", option="--include")
     {'a': None, 'b': (0, 2)}
@@ -96,7 +106,9 @@ def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]
             rule = "is not 'host' or 'host:slot,slot'"
             raise ValueError(f"{option} {text!r}: {part!r} {rule}; write for example 'a@b:0,2'")
         if name in named:
-            raise ValueError(f"{option} {text!r}: names host {name!r} twice; join its slots, as in '{name}:0,1'")
+            raise ValueError(
+                f"{option} {text!r}: names host {name!r} twice; join its slots, as in '{name}:0,1'"
+            )
         named[name] = tuple(sorted({int(number) for number in numbers})) if colon else None
     return named
 
@@ -144,14 +156,31 @@ def choose(
     have = {host.name: host.slots for host in hosts}
     for name, slots in named.items():
         if name not in have:
-            hint = f"; hosts are separated by @, as in '{name.replace(',', '@')}'" if "," in name else ""
-            raise ValueError(f"{filters[0]} {text!r}: there is no host {name!r}; there are {', '.join(have)}{hint}")
+            hint = (
+                f"; hosts are separated by @, as in '{name.replace(',', '@')}'"
+                if "," in name
+                else ""
+            )
+            raise ValueError(
+                f"{filters[0]} {text!r}: there is no host {name!r}; there are "
+                f"{', '.join(have)}{hint}"
+            )
         if missing := {*(slots or ())} - {*have[name]}:
-            raise ValueError(f"{filters[0]} {text!r}: host {name!r} has no slot {min(missing)}; it has {[*have[name]]}")
-    picked = {(name, slot) for name, slots in named.items() for slot in (have[name] if slots is None else slots)}
+            raise ValueError(
+                f"{filters[0]} {text!r}: host {name!r} has no slot {min(missing)}; it has "
+                f"{[*have[name]]}"
+            )
+    picked = {
+        (name, slot)
+        for name, slots in named.items()
+        for slot in (have[name] if slots is None else slots)
+    }
 
     def kept(host: Host) -> Host:
-        return Host(host.name, tuple(slot for slot in host.slots if ((host.name, slot) in picked) == bool(include)))
+        return Host(
+            host.name,
+            tuple(slot for slot in host.slots if ((host.name, slot) in picked) == bool(include)),
+        )
 
     left = tuple(host for host in map(kept, hosts) if host.slots)
     if not left:
@@ -160,14 +189,20 @@ def choose(
 
 
 def encode(hosts: Iterable[Host]) -> str:
-    """The hosts as one word without special characters of a shell (DeepSpeed's `world_info`).
+    """The hosts as one word without special characters of a shell (DeepSpeed's
+    `world_info`).
 
     >>> encode([Host("localhost", (0, 1))])
     'eyJsb2NhbGhvc3QiOiBbMCwgMV19'
     """
-    return base64.urlsafe_b64encode(json.dumps({host.name: host.slots for host in hosts}).encode()).decode()
+    return base64.urlsafe_b64encode(
+        json.dumps({host.name: host.slots for host in hosts}).encode()
+    ).decode()
 
 
 def decode(word: str) -> tuple[Host, ...]:
     """The hosts from a word of `encode`."""
-    return tuple(Host(name, tuple(slots)) for name, slots in json.loads(base64.urlsafe_b64decode(word)).items())
+    return tuple(
+        Host(name, tuple(slots))
+        for name, slots in json.loads(base64.urlsafe_b64decode(word)).items()
+    )

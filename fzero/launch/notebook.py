@@ -1,10 +1,13 @@
-"""`notebook_launch`: a function of a notebook in several real processes, which form a job.
+"""`notebook_launch`: a function of a notebook in several real processes, which form a
+job.
 
-The ranks are forks of the notebook's process. So nothing is pickled on the way in: the function may be a lambda or a closure, and
-use classes and variables of the notebook's cells. On the way out each rank pickles what the function returns.
+The ranks are forks of the notebook's process. So nothing is pickled on the way in: the
+function may be a lambda or a closure, and use classes and variables of the notebook's
+cells. On the way out each rank pickles what the function returns.
 
-A fork has only one thread. It must not meet threads that held locks, so a notebook is refused that has initialized CUDA or
-joined a process group; and a rank computes with one thread, because OpenMP's other threads are gone.
+A fork has only one thread. It must not meet threads that held locks, so a notebook is
+refused that has initialized CUDA or joined a process group; and a rank computes with
+one thread, because OpenMP's other threads are gone.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ T = TypeVar("T")
 
 
 def notebook_launch(fn: Callable[..., T], *args: Any, num_procs: int = 2) -> list[T]:
-    """Calls `fn(*args)` in `num_procs` processes with gloo, and returns what each returned, by rank.
+    """Calls `fn(*args)` in `num_procs` processes with gloo, and returns what each
+    returned, by rank.
 
-    `fzero.make_train_step` and `fzero.join` find the job in each process. Lines that a rank prints appear behind its number.
-    What a rank changes stays in it: only what it returns comes back.
+    `fzero.make_train_step` and `fzero.join` find the job in each process. Lines that a
+    rank prints appear behind its number. What a rank changes stays in it: only what it
+    returns comes back.
 
     Args:
         fn: any function; it is not pickled.
@@ -44,9 +49,11 @@ def notebook_launch(fn: Callable[..., T], *args: Any, num_procs: int = 2) -> lis
         num_procs: ranks on the CPU, each with one thread.
 
     Raises:
-        ValueError: the notebook has initialized CUDA or joined a process group, is a rank itself, or cannot fork.
-        RuntimeError: a rank failed, with its traceback, or returned what cannot be pickled: a lambda, a generator, a step, an
-            open file. Return numbers, tensors on the CPU, or containers of them (a `TrainState` is one).
+        ValueError: the notebook has initialized CUDA or joined a process group, is a
+            rank itself, or cannot fork.
+        RuntimeError: a rank failed, with its traceback, or returned what cannot be
+            pickled: a lambda, a generator, a step, an open file. Return numbers,
+            tensors on the CPU, or containers of them (a `TrainState` is one).
     """
     check_callable("fn", fn, "a function that each rank calls")
     check_whole("num_procs", num_procs, 1)
@@ -65,19 +72,23 @@ def notebook_launch(fn: Callable[..., T], *args: Any, num_procs: int = 2) -> lis
 def _check_here() -> None:
     if "fork" not in multiprocessing.get_all_start_methods():
         raise ValueError(
-            f"notebook_launch: needs processes that fork, which {sys.platform} has not; start a script by `fzero`"
+            f"notebook_launch: needs processes that fork, which {sys.platform} has not; start a "
+            f"script by `fzero`"
         )
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ValueError(
-            "notebook_launch: CUDA is initialized in this notebook, and a fork cannot use it; restart the kernel and touch "
-            "CUDA only inside fn"
+            "notebook_launch: CUDA is initialized in this notebook, and a fork cannot use it; "
+            "restart the kernel and touch CUDA only inside fn"
         )
     if launched() is not None:
         raise ValueError(
-            "notebook_launch: this process is a rank of a job itself; call fn, or start the notebook alone"
+            "notebook_launch: this process is a rank of a job itself; call fn, or start the "
+            "notebook alone"
         )
     if is_joined():
-        raise ValueError("notebook_launch: this process has joined a process group; call fzero.shutdown() first")
+        raise ValueError(
+            "notebook_launch: this process has joined a process group; call fzero.shutdown() first"
+        )
 
 
 @dataclass(slots=True)
@@ -85,7 +96,8 @@ class _Rank:
     """A rank as the notebook sees it.
 
     Attributes:
-        output: the file descriptor from which its lines are read; -1 once they have ended.
+        output: the file descriptor from which its lines are read; -1 once they have
+            ended.
         answer: brings what it returned.
         is_done: whether that has come.
         partial: an incomplete line.
@@ -127,7 +139,8 @@ class _Rank:
             self.show()
             code = self.process.exitcode
             raise RuntimeError(
-                f"notebook_launch: rank {self.number} ended with exit code {code} and returned nothing"
+                f"notebook_launch: rank {self.number} ended with exit code {code} and returned "
+                f"nothing"
             ) from None
         if outcome == "error":
             self.show()
@@ -136,7 +149,9 @@ class _Rank:
 
 
 @contextmanager
-def _started(fn: Callable[..., Any], args: tuple[Any, ...], num_procs: int, port: int) -> Iterator[list[_Rank]]:
+def _started(
+    fn: Callable[..., Any], args: tuple[Any, ...], num_procs: int, port: int
+) -> Iterator[list[_Rank]]:
     """Inside, the ranks run; at the end none is left."""
     context, ranks = multiprocessing.get_context("fork"), list[_Rank]()
     try:
@@ -149,7 +164,9 @@ def _started(fn: Callable[..., Any], args: tuple[Any, ...], num_procs: int, port
                 "LOCAL_WORLD_SIZE": num_procs,
             }
             job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            process = context.Process(target=_run, args=(fn, args, job, write, sender), name=f"rank {number}")
+            process = context.Process(
+                target=_run, args=(fn, args, job, write, sender), name=f"rank {number}"
+            )
             process.start()
             os.close(write)
             sender.close()
@@ -179,7 +196,13 @@ def _follow(ranks: list[_Rank]) -> None:
                 sources[source].take()
 
 
-def _run(fn: Callable[..., Any], args: tuple[Any, ...], job: dict[str, object], write: int, sender: Connection) -> None:
+def _run(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    job: dict[str, object],
+    write: int,
+    sender: Connection,
+) -> None:
     """The process of a rank."""
     for stream in (1, 2):
         os.dup2(write, stream)
@@ -193,7 +216,8 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], job: dict[str, object], 
             sent = pickle.dumps(answer)
         except Exception as error:
             raise TypeError(
-                f"what fn returned cannot be sent back ({error}); return numbers, tensors, or containers of them"
+                f"what fn returned cannot be sent back ({error}); return numbers, tensors, or "
+                f"containers of them"
             ) from error
         shutdown()
     except BaseException:  # an exit, too: its rank must be named

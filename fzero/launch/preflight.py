@@ -1,7 +1,9 @@
-"""`check`: probes all hosts of a job concurrently before anything is started, and compares their answers.
+"""`check`: probes all hosts of a job concurrently before anything is started, and
+compares their answers.
 
-A host that cannot be reached, lacks the folder or script, or has another version of python, torch or fzero stops the start.
-Differing clocks, and more slots than devices, are warnings.
+A host that cannot be reached, lacks the folder or script, or has another version of
+python, torch or fzero stops the start. Differing clocks, and more slots than devices,
+are warnings.
 """
 
 from __future__ import annotations
@@ -55,11 +57,16 @@ class HostProbe:
 
 def ask(job: LaunchJob, name: str) -> HostProbe | str:
     """The answer of a host, or the reason why there is none."""
-    command = f"cd {shlex.quote(job.folder)} && exec {shlex.join([job.python, '-c', PROBE, *script_of(job)])}"
+    command = (
+        f"cd {shlex.quote(job.folder)} && exec "
+        f"{shlex.join([job.python, '-c', PROBE, *script_of(job)])}"
+    )
     words = [*ssh_words(job), "-o", f"ConnectTimeout={SECONDS // 2}", name, command]
     asked = time.time()
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS
+        )
     except subprocess.TimeoutExpired:
         return f"no answer in {SECONDS} seconds"
     if done.returncode != 0:
@@ -76,24 +83,37 @@ def script_of(job: LaunchJob) -> tuple[str, ...]:
     return program[2:3] if program[:2] == (job.python, "-u") and program[2] != "-m" else ()
 
 
-def problems(hosts: Sequence[Host], answers: Sequence[HostProbe | str]) -> tuple[list[str], list[str]]:
+def problems(
+    hosts: Sequence[Host], answers: Sequence[HostProbe | str]
+) -> tuple[list[str], list[str]]:
     """The problems that stop a start, and those that are only warnings.
 
-    >>> here, there = HostProbe("3.11", "2.13", "0.1", 0, 0.0), HostProbe("3.11", "2.12", "0.1", 0, 9.0)
-    >>> stops, warnings = problems([Host("a", (0,)), Host("b", (0,)), Host("c", (0,))], [here, there, "no route"])
+    >>> here, there = (
+    ...     HostProbe("3.11", "2.13", "0.1", 0, 0.0),
+    ...     HostProbe("3.11", "2.12", "0.1", 0, 9.0),
+    ... )
+    >>> stops, warnings = problems(
+    ...     [Host("a", (0,)), Host("b", (0,)), Host("c", (0,))], [here, there, "no route"]
+    ... )
     >>> print("\\n".join(stops + warnings))
     c: no route
     b: python 3.11, torch 2.12, fzero 0.1; a has python 3.11, torch 2.13, fzero 0.1
     b: its clock is 9.0 s ahead
     """
-    stops = [f"{host.name}: {answer}" for host, answer in zip(hosts, answers) if isinstance(answer, str)]
+    stops = [
+        f"{host.name}: {answer}" for host, answer in zip(hosts, answers) if isinstance(answer, str)
+    ]
     warnings: list[str] = []
-    answers_given = [(host, answer) for host, answer in zip(hosts, answers) if isinstance(answer, HostProbe)]
+    answers_given = [
+        (host, answer) for host, answer in zip(hosts, answers) if isinstance(answer, HostProbe)
+    ]
     for host, answer in answers_given:
         first_host, first = answers_given[0]
         stops += [f"{host.name}: there is no script {path}" for path in answer.missing]
         if answer.versions != first.versions:
-            stops.append(f"{host.name}: {answer.description}; {first_host.name} has {first.description}")
+            stops.append(
+                f"{host.name}: {answer.description}; {first_host.name} has {first.description}"
+            )
         if abs(answer.clock_error) > CLOCKS:
             ahead = "ahead" if answer.clock_error > 0 else "behind"
             warnings.append(f"{host.name}: its clock is {abs(answer.clock_error):.1f} s {ahead}")
@@ -108,13 +128,16 @@ def table(hosts: Sequence[Host], answers: Sequence[HostProbe | str]) -> Table:
     made = Table("host", "slots", "devices", "python", "torch", "fzero")
     for host, answer in zip(hosts, answers):
         slots = ",".join(map(str, host.slots))
-        cells = (answer,) if isinstance(answer, str) else (str(answer.num_devices), *answer.versions)
+        cells = (
+            (answer,) if isinstance(answer, str) else (str(answer.num_devices), *answer.versions)
+        )
         made.add_row(host.name, slots, *cells)
     return made
 
 
 def check(job: LaunchJob) -> None:
-    """Probes all hosts of a job concurrently; prints warnings, and the table of hosts if there is a problem.
+    """Probes all hosts of a job concurrently; prints warnings, and the table of hosts
+    if there is a problem.
 
     Raises:
         ValueError: a host that is not ready, with what is wrong with each.
@@ -128,4 +151,6 @@ def check(job: LaunchJob) -> None:
         print(f"fzero: warning: {line}", file=sys.stderr)
     if stops:
         listed = "".join(f"\n  {line}" for line in stops)
-        raise ValueError(f"hosts are not ready, so nothing was started (--no_ssh_check skips this):{listed}")
+        raise ValueError(
+            f"hosts are not ready, so nothing was started (--no_ssh_check skips this):{listed}"
+        )

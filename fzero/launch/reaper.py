@@ -1,10 +1,13 @@
-"""The *reaper*, a small process that ends the remaining processes of a job that failed, or whose agent was killed.
+"""The *reaper*, a small process that ends the remaining processes of a job that failed,
+or whose agent was killed.
 
     python -I -S reaper.py MARK SECONDS FOLDER
 
-The reaper reads a pipe that closes with the job or the agent. Then it sends SIGTERM to every process with the mark in its
-environment (the ranks, and all that they have started), and kills the remaining ones after SECONDS. Then it removes FOLDER,
-the agent's temporary folder, if one is given. It is run as a script and imports nothing else.
+The reaper reads a pipe that closes with the job or the agent. Then it sends SIGTERM to
+every process with the mark in its environment (the ranks, and all that they have
+started), and kills the remaining ones after SECONDS. Then it removes FOLDER, the
+agent's temporary folder, if one is given. It is run as a script and imports nothing
+else.
 """
 
 import os
@@ -29,7 +32,9 @@ def marked(mark: bytes) -> list[int]:
 
 
 def end(mark: bytes, seconds: float) -> None:
-    """Sends SIGTERM to all processes of a job; after `seconds` kills the remaining ones, also those started meanwhile."""
+    """Sends SIGTERM to all processes of a job; after `seconds` kills the remaining
+    ones, also those started meanwhile.
+    """
     deadline, number = time.monotonic() + seconds, signal.SIGTERM
     asked: set[int] = set()
     while left := marked(mark):

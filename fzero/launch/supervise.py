@@ -1,7 +1,9 @@
-"""`supervise`: runs the commands of a job on many hosts, forwards their output, and ends all at the first failure.
+"""`supervise`: runs the commands of a job on many hosts, forwards their output, and
+ends all at the first failure.
 
-The standard input of each command is a pipe, the leash of its agents: they end when the pipe closes, also if this process is
-killed. A failure is reported once, for the rank that failed first.
+The standard input of each command is a pipe, the leash of its agents: they end when the
+pipe closes, also if this process is killed. A failure is reported once, for the rank
+that failed first.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ GRACE = 3.0  # seconds to wait for reports of other hosts, so that the first fai
 
 
 def ends_with_us() -> tuple[str, ...]:
-    """The prefix of a command that must get SIGTERM when this process dies, also by SIGKILL."""
+    """The prefix of a command that must get SIGTERM when this process dies, also by
+    SIGKILL.
+    """
     return ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()
 
 
@@ -42,7 +46,8 @@ class Supervised:
 
     def start(self) -> None:
         for command in self.commands:
-            # pdsh, mpirun and srun hold the leash of their commands, and would not notice that this process was killed.
+            # pdsh, mpirun and srun hold the leash of their commands, and would not notice that this
+            # process was killed.
             prefix = () if command.line is not None else ends_with_us()
             process = subprocess.Popen(
                 (*prefix, *command.words),
@@ -52,7 +57,8 @@ class Supervised:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C must reach only this process, which ends the others
+                # Ctrl-C must reach only this process, which ends the others
+                start_new_session=True,
             )
             self.processes.append(process)
             if command.line is not None:
@@ -72,15 +78,21 @@ class Supervised:
                 found = json.loads(failure)
                 self.failures.append(Failure(**found | {"lines": tuple(found["lines"])}))
             else:
-                with suppress(BrokenPipeError):  # our own reader has closed the pipe; the job goes on
+                # our own reader has closed the pipe; the job goes on
+                with suppress(BrokenPipeError):
                     to.write(line)
                     to.flush()
 
     def wait(self, num_needed: int, until: Callable[[], bool]) -> None:
-        """Returns when all commands have ended, or so many have failed that fewer than `num_needed` are left, or at `until`."""
+        """Returns when all commands have ended, or so many have failed that fewer than
+        `num_needed` are left, or at `until`.
+        """
         while self._runs() and not until():
-            # An agent reports a failure before it ends; pdsh, which has many, ends after the last of them.
-            num_failed = max(len(self.failures), sum(bool(process.poll()) for process in self.processes))
+            # An agent reports a failure before it ends; pdsh, which has many, ends after the last
+            # of them.
+            num_failed = max(
+                len(self.failures), sum(bool(process.poll()) for process in self.processes)
+            )
             if num_failed > self.num_hosts - num_needed:
                 return
             time.sleep(0.1)
@@ -122,7 +134,8 @@ def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
 
 
 def supervise(commands: Sequence[Command], *, num_needed: int | None = None) -> int:
-    """Runs the commands of a job until its end; returns the exit code of the rank that failed first, or 0.
+    """Runs the commands of a job until its end; returns the exit code of the rank that
+    failed first, or 0.
 
     Args:
         commands: as a launcher composes them.
@@ -133,7 +146,9 @@ def supervise(commands: Sequence[Command], *, num_needed: int | None = None) -> 
     got: list[int] = []
 
     # Only noted: an error raised by a handler is lost where it meets a finalizer.
-    before = {number: signal.signal(number, lambda number, _: got.append(number)) for number in numbers}
+    before = {
+        number: signal.signal(number, lambda number, _: got.append(number)) for number in numbers
+    }
     try:
         job.start()
         job.wait(job.num_hosts if num_needed is None else num_needed, until=lambda: bool(got))
@@ -147,19 +162,25 @@ def supervise(commands: Sequence[Command], *, num_needed: int | None = None) -> 
     if num_needed is not None and codes.count(0) >= num_needed:
         return 0  # hosts were lost, and the others have done the work
     if job.failures:
-        failure = min(job.failures, key=lambda failure: (failure.follows, failure.code == 0, failure.time))
+        failure = min(
+            job.failures, key=lambda failure: (failure.follows, failure.code == 0, failure.time)
+        )
         print(failure.after(job.shown), file=sys.stderr, flush=True)
         return failure.exit_code
     return _unreported(commands, codes)
 
 
 def _unreported(commands: Sequence[Command], codes: Sequence[int | None]) -> int:
-    """The code of a command that failed without a word of an agent: its host, or the program itself, is to blame."""
+    """The code of a command that failed without a word of an agent: its host, or the
+    program itself, is to blame.
+    """
     for command, code in zip(commands, codes):
         if code:
             is_lost = command.words[0] == "ssh" and code == 255
             why = "the connection was lost or could not be made" if is_lost else "see above"
-            what = f"{command.words[0]} to {', '.join(command.hosts)} ended with code {code} ({why})"
+            what = (
+                f"{command.words[0]} to {', '.join(command.hosts)} ended with code {code} ({why})"
+            )
             print(f"fzero: {what}, so the job has been ended", file=sys.stderr, flush=True)
             return code if code > 0 else 128 - code
     return 0

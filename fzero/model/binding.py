@@ -1,8 +1,10 @@
-"""`bound`: a module computes with tensors that it does not own. It is bound to them while it runs.
+"""`bound`: a module computes with tensors that it does not own. It is bound to them
+while it runs.
 
-Inside `bound(...)` every access to a parameter, in any module and anywhere in its code, calls a function that returns the
-tensor by the parameter's full name. A unit is gathered at that moment: no hook has to guess which parameters a forward will
-use. Afterwards the module is unchanged. `random_state` does the same for random numbers.
+Inside `bound(...)` every access to a parameter, in any module and anywhere in its code,
+calls a function that returns the tensor by the parameter's full name. A unit is
+gathered at that moment: no hook has to guess which parameters a forward will use.
+Afterwards the module is unchanged. `random_state` does the same for random numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from fzero.common.random_states import random_states, set_random_states
 from fzero.model import own_params
 from fzero.model.errors import ShapeAndDtype, late, replaced, wrong_kind
 from fzero.model.held_tensors import Held
-from fzero.model.own_params import Fetch, FetchedParameters, Substitutes, marked, marks_of, shape_and_dtype
+from fzero.model.own_params import (
+    Fetch,
+    FetchedParameters,
+    Substitutes,
+    marked,
+    marks_of,
+    shape_and_dtype,
+)
 from fzero.model.tensor_checks import check_no_hooks
 
 
@@ -37,21 +46,25 @@ def is_bound(model: nn.Module) -> bool:
 def bound(
     model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict[str, Tensor]
 ) -> AbstractContextManager[None]:
-    """Runs `model` on the tensors of `fetch` and `buffers`; afterwards, also after an error, the model is unchanged.
+    """Runs `model` on the tensors of `fetch` and `buffers`; afterwards, also after an
+    error, the model is unchanged.
 
     Args:
         model: the module; the tensors that it owns are neither read nor written.
-        aliases: the other names of tied parameters and buffers, each with the name that `fetch` and `buffers` use.
+        aliases: the other names of tied parameters and buffers, each with the name that
+            `fetch` and `buffers` use.
         fetch: the tensor of a parameter, by its full name.
-        buffers: the module's buffers by full name. In-place changes reach these tensors; if the model assigns a new tensor to a
-            buffer, the mapping holds the new tensor.
+        buffers: the module's buffers by full name. In-place changes reach these
+            tensors; if the model assigns a new tensor to a buffer, the mapping holds
+            the new tensor.
     """
     return Binding(model, aliases).to(fetch, buffers)
 
 
 @dataclass(slots=True)
 class _Place:
-    """A module in a model: its full name, its children when it was looked at, and whether it lists parameters by name.
+    """A module in a model: its full name, its children when it was looked at, and
+    whether it lists parameters by name.
 
     Attributes:
         names: the names of its own parameters for `fetch`, by key.
@@ -65,13 +78,18 @@ class _Place:
 
 
 class Binding:
-    """`bound` for a model and its aliases, which reads modules and names once, and again where they have changed."""
+    """`bound` for a model and its aliases, which reads modules and names once, and
+    again where they have changed.
+    """
 
-    def __init__(self, model: nn.Module, aliases: dict[str, str], held: Sequence[Held] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, aliases: dict[str, str], held: Sequence[Held] = ()
+    ) -> None:
         self._model, self._aliases, self._held = model, aliases, held
         self._parents, self._tied = _parents_of_ties(aliases), set(aliases.values())
         self._found: list[_Place] = []
-        self._known: tuple[list[int], list[str]] = [], []  # the parameters that were named, by identity, and their keys
+        # the parameters that were named, by identity, and their keys
+        self._known: tuple[list[int], list[str]] = [], []
         self._names_of: dict[int, str] = {}  # keyed by id() of the module's own parameter
 
     def hold(self, found: Sequence[Held]) -> None:
@@ -82,7 +100,12 @@ class Binding:
         if not self._found or any(place.module._modules != place.children for place in self._found):
             listed, self._known = nn.Module.named_parameters, ([], [])
             self._found = [
-                _Place(p, m, dict(m._modules), p in self._parents and type(m).named_parameters is listed)
+                _Place(
+                    p,
+                    m,
+                    dict(m._modules),
+                    p in self._parents and type(m).named_parameters is listed,
+                )
                 for p, m in self._model.named_modules()
             ]
         return self._found
@@ -93,17 +116,22 @@ class Binding:
         places = self._places()
         found = [(place, place.module._parameters, place.module._buffers) for place in places]
         recurrent = [place.module for place in places if isinstance(place.module, nn.RNNBase)]
-        flat_weights = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
+        flat_weights = [
+            (module, module._flat_weights, module._flat_weight_refs) for module in recurrent
+        ]
         hooks = [module.register_forward_pre_hook(fill_flat_weights) for module in recurrent]
         slots: list[_BufferSlot] = []
         own, marks = self._named([(place, own_parameters) for place, own_parameters, _ in found])
         names_of, fetch = self._names_of, partial(marked, fetch, marks) if marks else fetch
         lister = _lister(names_of, self._tied, fetch)
-        listers: list[tuple[nn.Module, Any]] = []  # with a lister of their own, for example of an outer binding
+        # with a lister of their own, for example of an outer binding
+        listers: list[tuple[nn.Module, Any]] = []
         try:
             for place, own_parameters, own_buffers in found:
                 attributes = place.module.__dict__
-                attributes["_parameters"] = FetchedParameters(own_parameters, dict(place.names), fetch)
+                attributes["_parameters"] = FetchedParameters(
+                    own_parameters, dict(place.names), fetch
+                )
                 if place.lists:
                     listers.append((place.module, attributes.get("named_parameters")))
                     attributes["named_parameters"] = MethodType(lister, place.module)
@@ -124,7 +152,8 @@ class Binding:
             for slot in slots:
                 slot.take_marks()
                 if slot.before is not None and slot.now is not None and slot.now is not slot.before:
-                    buffers[slot.name] = slot.now.detach().clone()  # it may be part of the batch, or hold a graph
+                    # it may be part of the batch, or hold a graph
+                    buffers[slot.name] = slot.now.detach().clone()
             for module, own_lister in listers:
                 del module.__dict__["named_parameters"]
                 if own_lister is not None:
@@ -132,19 +161,33 @@ class Binding:
             for place, own_parameters, own_buffers in found:
                 module = place.module
                 if module._non_persistent_buffers_set:
-                    _keep_caches(module, own_buffers, {slot.key for slot in slots if slot.of_module is module._buffers})
-                module.__dict__["_parameters"], module.__dict__["_buffers"] = own_parameters, own_buffers
+                    _keep_caches(
+                        module,
+                        own_buffers,
+                        {slot.key for slot in slots if slot.of_module is module._buffers},
+                    )
+                module.__dict__["_parameters"], module.__dict__["_buffers"] = (
+                    own_parameters,
+                    own_buffers,
+                )
             for hook in hooks:
                 hook.remove()
             for module, own_weights, own_refs in flat_weights:
                 module._flat_weights, module._flat_weight_refs = own_weights, own_refs
 
     def _substitutes(
-        self, own: dict[int, Tensor], names: Mapping[int, str], fetch: Fetch, slots: Sequence[_BufferSlot]
+        self,
+        own: dict[int, Tensor],
+        names: Mapping[int, str],
+        fetch: Fetch,
+        slots: Sequence[_BufferSlot],
     ) -> Substitutes:
-        """The substitutes for the module's own parameters, and for tensors elsewhere that share memory with these or with the
-        buffers in `slots`, if they are still alive; adds these to `own`."""
-        bound_here = {slot.name: slot for slot in slots if slot.before is not None} if self._held else {}
+        """The substitutes for the module's own parameters, and for tensors elsewhere
+        that share memory with these or with the buffers in `slots`, if they are still
+        alive; adds these to `own`."""
+        bound_here = (
+            {slot.name: slot for slot in slots if slot.before is not None} if self._held else {}
+        )
         held: dict[int, Held] = {}
         for each in self._held:
             if (
@@ -158,7 +201,8 @@ class Binding:
     def _named(
         self, found: Sequence[tuple[_Place, Mapping[str, Any]]]
     ) -> tuple[dict[int, Tensor], dict[str, dict[str, Any]]]:
-        """All own parameters of the modules, by identity, and the Python attributes that code has set on them, by name.
+        """All own parameters of the modules, by identity, and the Python attributes
+        that code has set on them, by name.
 
         Also sets `names` of each place, and `_names_of`.
         """
@@ -173,7 +217,9 @@ class Binding:
                 place.names, dot = {}, f"{place.prefix}." if place.prefix else ""
                 for key, param in parameters.items():
                     if param is not None:
-                        place.names[key] = names_of[id(param)] = self._aliases.get(dot + key, dot + key)
+                        place.names[key] = names_of[id(param)] = self._aliases.get(
+                            dot + key, dot + key
+                        )
             self._known, self._names_of = known, names_of
         own = [param for param in own if param is not None]
         marks = {self._names_of[id(x)]: set_ for x in own if x.__dict__ and (set_ := marks_of(x))}
@@ -187,7 +233,9 @@ class Binding:
 
 
 class _BufferSlot(NamedTuple):
-    """The entry of a bound module's `_buffers` for one buffer of the state, or for one that is None."""
+    """The entry of a bound module's `_buffers` for one buffer of the state, or for one
+    that is None.
+    """
 
     of_module: dict[str, Tensor | None]
     key: str
@@ -211,7 +259,9 @@ class _BufferSlot(NamedTuple):
         return now
 
     def take_marks(self) -> None:
-        """Passes the Python attributes that the forward has set on to the module's own buffer: the state holds none."""
+        """Passes the Python attributes that the forward has set on to the module's own
+        buffer: the state holds none.
+        """
         own, before, now = self.own, self.before, self.now
         if own is None or before is None or now is None:
             return
@@ -224,7 +274,9 @@ class _BufferSlot(NamedTuple):
             del before.__dict__[key]
 
     def check_kind(self) -> None:
-        """Raises ValueError where a forward has assigned None, or has made another shape or dtype (`resize_`, too)."""
+        """Raises ValueError where a forward has assigned None, or has made another
+        shape or dtype (`resize_`, too).
+        """
         if self.kind != (now := shape_and_dtype(self.now)):
             raise wrong_kind(self.name, self.kind, now)
 
@@ -235,7 +287,10 @@ def _bind_buffers(
     """Replaces a module's buffers by those of the state."""
     dot = f"{prefix}." if prefix else ""
     for key, buffer in module._buffers.items():
-        name, is_cache = aliases.get(dot + key, dot + key), key in module._non_persistent_buffers_set
+        name, is_cache = (
+            aliases.get(dot + key, dot + key),
+            key in module._non_persistent_buffers_set,
+        )
         if is_cache and name not in buffers:
             continue  # it belongs to the module, like an attribute
         if buffer is None:
@@ -246,12 +301,14 @@ def _bind_buffers(
         module._buffers[key] = buffers[name]
         if buffer.__dict__:
             buffers[name].__dict__.update(marks_of(buffer))
-        yield _BufferSlot(module._buffers, key, name, buffers[name], shape_and_dtype(buffers[name]), buffer)
+        yield _BufferSlot(
+            module._buffers, key, name, buffers[name], shape_and_dtype(buffers[name]), buffer
+        )
 
 
 def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
-    """Raises ValueError if a forward has registered a parameter or buffer that is not in the state, or replaced a parameter by
-    another one: that would be lost."""
+    """Raises ValueError if a forward has registered a parameter or buffer that is not
+    in the state, or replaced a parameter by another one: that would be lost."""
     module = place.module
     parameters = module._parameters
     assert isinstance(parameters, FetchedParameters)
@@ -263,13 +320,19 @@ def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
         if parameters.names.get(key) != name:
             raise replaced(dot + key, parameters.names.get(key))
     for key, buffer in module._buffers.items():
-        if key not in own_buffers and buffer is not None and key not in module._non_persistent_buffers_set:
+        if (
+            key not in own_buffers
+            and buffer is not None
+            and key not in module._non_persistent_buffers_set
+        ):
             raise late("buffer", dot + key)
 
 
-def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None], of_state: set[str]) -> None:
-    """Keeps the buffers with `persistent=False` that are not in the state, such as a table that a forward makes once, as the
-    forward has left them.
+def _keep_caches(
+    module: nn.Module, own_buffers: dict[str, Tensor | None], of_state: set[str]
+) -> None:
+    """Keeps the buffers with `persistent=False` that are not in the state, such as a
+    table that a forward makes once, as the forward has left them.
 
     Tensors made in a trace are not kept, because they have no values.
     """
@@ -280,7 +343,9 @@ def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None], of_st
 
 
 def _check_places(model: nn.Module, found: Sequence[_Place]) -> None:
-    """Raises ValueError where a forward has replaced a module by another one, or removed one that has parameters."""
+    """Raises ValueError where a forward has replaced a module by another one, or
+    removed one that has parameters.
+    """
     places = {id(place.module): place for place in found}
     for prefix, module in model.named_modules():
         place = places.pop(id(module), None)
@@ -296,7 +361,9 @@ def _check_places(model: nn.Module, found: Sequence[_Place]) -> None:
 
 @contextmanager
 def random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Inside, the random state is `rng`; on exit the former one is restored. Yields a dict that receives the new state."""
+    """Inside, the random state is `rng`; on exit the former one is restored. Yields a
+    dict that receives the new state.
+    """
     after, own = dict[str, Tensor](), random_states(device)
     set_random_states(rng, device)
     try:
@@ -307,30 +374,42 @@ def random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[
 
 
 def beneath_model(num_modes: int) -> AbstractContextManager[object]:
-    """Inside, nothing that a model has entered is active: `no_grad`, inference mode, a transform of torch.func, a dispatch mode.
+    """Inside, nothing that a model has entered is active: `no_grad`, inference mode, a
+    transform of torch.func, a dispatch mode.
 
     Args:
         num_modes: the number of dispatch modes that were active outside of the model.
     """
-    is_plain = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and peek_interpreter_stack() is None
+    is_plain = (
+        torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and peek_interpreter_stack() is None
+    )
     return beneath_modes(num_modes) if is_plain else _beneath_all(num_modes)
 
 
 @contextmanager
 def _beneath_all(num_modes: int) -> Iterator[None]:
     with (
-        torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack(), beneath_modes(num_modes),
-    ):  # fmt: skip
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        temporarily_clear_interpreter_stack(),
+        beneath_modes(num_modes),
+    ):
         yield
 
 
 def beneath_modes(num_modes: int) -> AbstractContextManager[object]:
-    """Inside, only the first `num_modes` of the active modes of `torch.utils._python_dispatch` are active.
+    """Inside, only the first `num_modes` of the active modes of
+    `torch.utils._python_dispatch` are active.
 
-    A mode that a model enters must see the model's operations only. The gather of its parameters is not one of them, and is not
-    repeated when the mode's region runs again.
+    A mode that a model enters must see the model's operations only. The gather of its
+    parameters is not one of them, and is not repeated when the mode's region runs
+    again.
     """
-    return _NOTHING if torch._C._len_torch_dispatch_stack() == num_modes else _without_modes(num_modes)
+    return (
+        _NOTHING if torch._C._len_torch_dispatch_stack() == num_modes else _without_modes(num_modes)
+    )
 
 
 _NOTHING = nullcontext()
@@ -347,7 +426,9 @@ def _without_modes(num_modes: int) -> Iterator[None]:
 
 
 def _parents_of_ties(aliases: dict[str, str]) -> set[str]:
-    """The root, and the names of the modules that contain two names of a tied parameter."""
+    """The root, and the names of the modules that contain two names of a tied
+    parameter.
+    """
     parents = {""}
     for alias, owner in aliases.items():
         steps = takewhile(lambda pair: pair[0] == pair[1], zip(alias.split("."), owner.split(".")))
@@ -356,10 +437,12 @@ def _parents_of_ties(aliases: dict[str, str]) -> set[str]:
 
 
 def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[..., Any]:
-    """The method `named_parameters` of a bound module. It identifies parameters by those of the module, not by fetched tensors.
+    """The method `named_parameters` of a bound module. It identifies parameters by
+    those of the module, not by fetched tensors.
 
-    If the unit of a tied parameter is entered again, fetching gives a new tensor, and the parameter would be listed twice. A set
-    of the tensors yielded so far would also keep all gathered buffers alive.
+    If the unit of a tied parameter is entered again, fetching gives a new tensor, and
+    the parameter would be listed twice. A set of the tensors yielded so far would also
+    keep all gathered buffers alive.
     """
 
     def named_parameters(
@@ -370,12 +453,14 @@ def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[
         for key, own in self._named_members(
             lambda member: dict.items(member._parameters), prefix, recurse, remove_duplicate
         ):
-            # `functional_call` in the model's code has put a tensor of `fetch` back (`FetchedParameters.__setitem__`).
+            # `functional_call` in the model's code has put a tensor of `fetch` back
+            # (`FetchedParameters.__setitem__`).
             name = names_of.get(id(own)) or getattr(own, "fzero_name", None)
             if name is None:  # the model has assigned it
                 yield key, own
                 continue
-            if remove_duplicate and name in seen:  # `model.to("meta")` unties: each name gets its own parameter
+            # `model.to("meta")` unties: each name gets its own parameter
+            if remove_duplicate and name in seen:
                 continue
             seen.add(name)
             value = again[name] if name in again else fetch(name)
@@ -388,7 +473,10 @@ def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[
 
 
 def fill_flat_weights(module: nn.RNNBase, inputs: Any) -> None:
-    """Recurrent modules keep a list of their weights beside `_parameters`, and hand that list to the kernel."""
+    """Recurrent modules keep a list of their weights beside `_parameters`, and hand
+    that list to the kernel.
+    """
     module._flat_weights = [
-        getattr(module, name) if hasattr(module, name) else None for name in module._flat_weights_names
+        getattr(module, name) if hasattr(module, name) else None
+        for name in module._flat_weights_names
     ]

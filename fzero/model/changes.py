@@ -1,4 +1,6 @@
-"""Changes of a module that are undone afterwards: another `forward`, and the attributes that it gets in a trace."""
+"""Changes of a module that are undone afterwards: another `forward`, and the attributes
+that it gets in a trace.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from torch import nn
 def replaced_forwards(
     model: nn.Module, names: Sequence[str], replace: Callable[[str, nn.Module], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Inside, the `forward` of each named module is the result of `replace(name, module)`; afterwards `model` is unchanged.
+    """Inside, the `forward` of each named module is the result of
+    `replace(name, module)`; afterwards `model` is unchanged.
 
     `replace` is called once for a module with several of the names.
     """
@@ -40,21 +43,27 @@ def own_forward(module: nn.Module) -> dict[str, Any]:
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy with its own code object: `torch.compile` caches by code, and all objects of a class share a method's code."""
+    """A copy with its own code object: `torch.compile` caches by code, and all objects
+    of a class share a method's code.
+    """
     if isinstance(function, MethodType):
         return MethodType(with_own_code(function.__func__), function.__self__)
     assert isinstance(function, FunctionType)
     code, name = function.__code__.replace(), function.__name__
-    copy = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    copy = FunctionType(
+        code, function.__globals__, name, function.__defaults__, function.__closure__
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restores the attributes of all modules on exit, including the contents of their lists, sets and dicts.
+    """Restores the attributes of all modules on exit, including the contents of their
+    lists, sets and dicts.
 
-    For a run on tensors without memory: otherwise the model would keep such a tensor, for example a table that it makes once.
+    For a run on tensors without memory: otherwise the model would keep such a tensor,
+    for example a table that it makes once.
     """
     restore = _restorer(model)
     try:
@@ -65,7 +74,9 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unchanged_if_raised(model: nn.Module) -> Iterator[None]:
-    """`attributes_kept` where the body raises: what it has added to the modules by then is removed."""
+    """`attributes_kept` where the body raises: what it has added to the modules by then
+    is removed.
+    """
     restore = _restorer(model)
     try:
         yield
@@ -77,7 +88,12 @@ def unchanged_if_raised(model: nn.Module) -> Iterator[None]:
 def _restorer(model: nn.Module) -> Callable[[], None]:
     """A function that gives all modules the attributes that they have now."""
     owned = [(vars(module), dict(vars(module))) for module in model.modules()]
-    held = [(value, value.copy()) for _, own in owned for value in own.values() if type(value) in _CONTAINERS]
+    held = [
+        (value, value.copy())
+        for _, own in owned
+        for value in own.values()
+        if type(value) in _CONTAINERS
+    ]
 
     def restore() -> None:
         for now, before in (*held, *owned):

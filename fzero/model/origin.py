@@ -1,17 +1,23 @@
-"""`Origin`: the modules and tensors of a model as its step knows them. It finds what a script changes between two calls.
+"""`Origin`: the modules and tensors of a model as its step knows them. It finds what a
+script changes between two calls.
 
-A step reads the model when it is made: names, shapes, ties. A state copies the values. So a module that is replaced later, or a
-value that is written into the model, does not reach the state. `Origin.check` runs at each use of a state:
+A step reads the model when it is made: names, shapes, ties. A state copies the values.
+So a module that is replaced later, or a value that is written into the model, does not
+reach the state. `Origin.check` runs at each use of a state:
 
-- modules, parameters and buffers are compared by identity, and parameters and buffers by their version and address, too. This is
-  a loop in C over the dicts of the modules, about half a microsecond for each module and each tensor;
-- only where something differs is the model read. What changes nothing that a state holds is accepted: another container of the
-  same modules, a module without parameters, `model.to("meta")`, a value that is the state's own.
+- modules, parameters and buffers are compared by identity, and parameters and buffers
+  by their version and address, too. This is a loop in C over the dicts of the modules,
+  about half a microsecond for each module and each tensor;
+- only where something differs is the model read. What changes nothing that a state
+  holds is accepted: another container of the same modules, a module without parameters,
+  `model.to("meta")`, a value that is the state's own.
 
-Writes through `param.data` have no count, and are found before the first step only, where the values are read.
+Writes through `param.data` have no count, and are found before the first step only,
+where the values are read.
 
-`FixedFlags` checks `requires_grad`: a step trains the parameters that required gradients when it was made. It is read before each
-step, so the reading is one loop over the parameters, 0.2 µs for each.
+`FixedFlags` checks `requires_grad`: a step trains the parameters that required
+gradients when it was made. It is read before each step, so the reading is one loop over
+the parameters, 0.2 µs for each.
 """
 
 from __future__ import annotations
@@ -37,15 +43,18 @@ Joined = Callable[[Collection[str]], Collection[str]]
 _DICTS = attrgetter("_modules", "_parameters", "_buffers")
 _CHILDREN = attrgetter("_modules")
 NEW_STEP = (
-    "change the model before make_train_step, or go on with a step of the changed model: full = step.gather(state); new = "
-    "make_train_step(model, cfg); state = new.init(params={**model.state_dict(), **full}), of `full` only those weights that you "
-    "want to keep (where all names and shapes are the same, make_train_step(model, cfg, after=step) and fzero.reshard(state, "
-    "step, new) keep values and optimizer state)"
+    "change the model before make_train_step, or go on with a step of the changed model: full = "
+    "step.gather(state); new = make_train_step(model, cfg); state = "
+    "new.init(params={**model.state_dict(), **full}), of `full` only those weights that you want "
+    "to keep (where all names and shapes are the same, make_train_step(model, cfg, after=step) and "
+    "fzero.reshard(state, step, new) keep values and optimizer state)"
 )
 
 
 class _Record(NamedTuple):
-    """The modules and tensors of a model at one time, so that a look at them finds a difference quickly."""
+    """The modules and tensors of a model at one time, so that a look at them finds a
+    difference quickly.
+    """
 
     modules: list[nn.Module]
     parents: list[nn.Module]
@@ -60,7 +69,8 @@ class _Record(NamedTuple):
     ids: list[int]
     """The identities of children, parameters and buffers."""
     is_counted: list[bool]
-    """Which of them are tensors of a state, whose versions and addresses are compared."""
+    """Which of them are tensors of a state, whose versions and addresses are compared.
+    """
     marks: dict[int, tuple[int, int]]
     """Version and address of a tensor, by its identity."""
 
@@ -68,18 +78,28 @@ class _Record(NamedTuple):
     def of(cls, model: nn.Module, now: Mapping[str, Tensor]) -> Self:
         """The model as it is; `now`: its tensors."""
         modules, gone = list(model.modules()), list[Any]()
-        counted = {id(x) for x in now.values() if not x.is_inference() and (x.is_meta or address(x) >= 0)}
+        counted = {
+            id(x) for x in now.values() if not x.is_inference() and (x.is_meta or address(x) >= 0)
+        }
         values = _values_of(modules)
         is_counted, ids = [id(x) in counted for x in values], [*map(id, values)]
         parents = [module for module in modules if module._modules]
         return cls(
-            modules, parents, dict(model.named_modules(remove_duplicate=False)),
-            {name: ref(x, gone.append) for name, x in now.items()}, gone, _keys_of(parents), ids, is_counted,
+            modules,
+            parents,
+            dict(model.named_modules(remove_duplicate=False)),
+            {name: ref(x, gone.append) for name, x in now.items()},
+            gone,
+            _keys_of(parents),
+            ids,
+            is_counted,
             dict(zip(compress(ids, is_counted), _marks_of(values, is_counted), strict=True)),
-        )  # fmt: skip
+        )
 
     def is_same(self, marks: list[tuple[int, int]] | None) -> bool:
-        """Whether modules and tensors are the same objects, and the tensors have these marks."""
+        """Whether modules and tensors are the same objects, and the tensors have these
+        marks.
+        """
         values = _values_of(self.modules)
         if self.gone or [*map(id, values)] != self.ids or _keys_of(self.parents) != self.keys:
             return False
@@ -101,7 +121,9 @@ def _marks_of(values: Iterable[Any], is_counted: Iterable[bool]) -> list[tuple[i
 
 
 class Origin:
-    """A model's modules and tensors when a step is made, and the values when a state is made from them."""
+    """A model's modules and tensors when a step is made, and the values when a state is
+    made from them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._is_open, self._has_begun, self._has_warned = model, True, False, False
@@ -112,14 +134,20 @@ class Origin:
         self._remember(now)
 
     def look(self, *, given: bool) -> None:
-        """Records the values of the tensors when a state is made from them; with `given`, the state has other values."""
+        """Records the values of the tensors when a state is made from them; with
+        `given`, the state has other values.
+        """
         if not self._is_open:
             return
         now = dict(state_tensors(self._model))
         self._check_kinds(now)
         self._has_begun, self._bits = False, {}
         for name, x in () if given else now.items():
-            if not x.is_meta and type(x) in (Tensor, nn.Parameter, StandIn) and not hasattr(x, "fzero_divided"):
+            if (
+                not x.is_meta
+                and type(x) in (Tensor, nn.Parameter, StandIn)
+                and not hasattr(x, "fzero_divided")
+            ):
                 self._bits[name] = bits_of(x)
         self._record, self._marks = _Record.of(self._model, now), None
 
@@ -140,13 +168,14 @@ class Origin:
         *Collective* in `joined`, where a parameter or buffer was replaced by another.
 
         Args:
-            differing: the names of those of the given tensors that differ from the values of the state, as far as this rank
-                holds these.
-            joined: makes of the names that differ on this rank those that differ on any.
+            differing: the names of those of the given tensors that differ from the
+                values of the state, as far as this rank holds these.
+            joined: makes of the names that differ on this rank those that differ on
+                any.
 
         Raises:
-            ValueError: the model has other modules, parameters or buffers than its step, or before the first step other values
-                than the state.
+            ValueError: the model has other modules, parameters or buffers than its
+                step, or before the first step other values than the state.
         """
         if not self._is_open:
             return
@@ -161,41 +190,58 @@ class Origin:
         self._record = record = _Record.of(self._model, now)
         self._marks = _marks_of(_values_of(record.modules), record.is_counted)
 
-    # --- where something differs -----------------------------------------------------------------------------------
+    # --- where something differs ------------------------------------------------------------------
 
     def _check_kinds(self, now: Mapping[str, Tensor]) -> None:
-        """Raises where names, shapes, dtypes or ties differ, or a tensor has moved to another name."""
+        """Raises where names, shapes, dtypes or ties differ, or a tensor has moved to
+        another name.
+        """
         found = {name: shape_and_dtype(x) for name, x in now.items()}
-        if differing := [name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name)]:
+        if differing := [
+            name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name)
+        ]:
             then, there = (kind_text(kinds.get(differing[0])) for kinds in (self._kinds, found))
             raise ValueError(
-                f"model: must not change after the step is made, and {differing[0]!r} was {then} and is {there}; {NEW_STEP}"
+                f"model: must not change after the step is made, and {differing[0]!r} was {then} "
+                f"and is {there}; {NEW_STEP}"
             )
-        known = {id(x): name for name, then in self._record.tensors.items() if (x := then()) is not None}
+        known = {
+            id(x): name for name, then in self._record.tensors.items() if (x := then()) is not None
+        }
         for name, x in now.items():
             before = known.get(id(x), name)
             if self._ties[before] != self._ties[name]:
                 raise ValueError(
-                    f"model: must not change after the step is made, and {name!r} is the tensor that was {before!r} (modules in "
-                    f"another order, or newly tied), where the state has values of its own; {NEW_STEP}"
+                    f"model: must not change after the step is made, and {name!r} is the tensor "
+                    f"that was {before!r} (modules in another order, or newly tied), where the "
+                    f"state has values of its own; {NEW_STEP}"
                 )
-        here = {name: x for name, x in now.items() if not x.is_meta}  # moving a module to meta unties it
+        # moving a module to meta unties it
+        here = {name: x for name, x in now.items() if not x.is_meta}
         for name, first in _ties(here).items():
             if self._ties[first] != self._ties[name]:
                 raise ValueError(
-                    f"model: must not change after the step is made, and {name!r} is newly tied to {first!r}; {NEW_STEP}"
+                    f"model: must not change after the step is made, and {name!r} is newly tied to "
+                    f"{first!r}; {NEW_STEP}"
                 )
         for name, first in self._ties.items():
             if name in here and first in here and here[name] is not here[first]:
                 raise ValueError(
-                    f"model: must not change after the step is made, and {name!r} is no longer tied to {first!r}; {NEW_STEP}"
+                    f"model: must not change after the step is made, and {name!r} is no longer "
+                    f"tied to {first!r}; {NEW_STEP}"
                 )
 
-    def _check_values(self, now: Mapping[str, Tensor], differing: Differing, joined: Joined) -> None:
+    def _check_values(
+        self, now: Mapping[str, Tensor], differing: Differing, joined: Joined
+    ) -> None:
         """Raises, or warns, where tensors were replaced or written to."""
         before = {name: then() for name, then in self._record.tensors.items()}
-        replaced = {name for name, x in now.items() if before[name] is not x and not self._is_freed(name, x)}
-        suspects = {name: x for name, x in now.items() if name in replaced or self._may_be_written(name, x)}
+        replaced = {
+            name for name, x in now.items() if before[name] is not x and not self._is_freed(name, x)
+        }
+        suspects = {
+            name: x for name, x in now.items() if name in replaced or self._may_be_written(name, x)
+        }
         changed = {
             name: x
             for name, x in suspects.items()
@@ -205,23 +251,27 @@ class Origin:
             return
         if not self._has_begun and (names := [name for name in changed if name in self._bits]):
             raise ValueError(
-                f"model: must keep its values from init to the first step, and {names[0]!r} was changed since "
-                f"(load_state_dict, a reset, another module), which the state does not see; call init after the change, or "
-                f"init(params=state_dict)"
+                f"model: must keep its values from init to the first step, and {names[0]!r} was "
+                f"changed since (load_state_dict, a reset, another module), which the state does "
+                f"not see; call init after the change, or init(params=state_dict)"
             )
         lost = differing(changed)
-        if replaced.intersection(changed) and (found := sorted(joined(replaced.intersection(lost)))):
+        if replaced.intersection(changed) and (
+            found := sorted(joined(replaced.intersection(lost)))
+        ):
             raise ValueError(
-                f"model: must not change after the step is made, and {found[0]!r} is another tensor now (it or its module "
-                f"was replaced), whose values the state does not have; {NEW_STEP}"
+                f"model: must not change after the step is made, and {found[0]!r} is another "
+                f"tensor now (it or its module was replaced), whose values the state does not "
+                f"have; {NEW_STEP}"
             )
         if lost and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"model: {min(lost)!r} was written to after the step was made (load_state_dict, fill_, a reset), and the step "
-                f"computes with the values of the state, which do not change; write into the state (state.buffers[name], "
-                f"step.with_weights), or make another one, step.init(params=model.state_dict()). Of a model that you only look "
-                f"at, take a copy (copy.deepcopy). This is said once",
+                f"model: {min(lost)!r} was written to after the step was made (load_state_dict, "
+                f"fill_, a reset), and the step computes with the values of the state, which do "
+                f"not change; write into the state (state.buffers[name], step.with_weights), or "
+                f"make another one, step.init(params=model.state_dict()). Of a model that you only "
+                f"look at, take a copy (copy.deepcopy). This is said once",
                 stacklevel=5,
             )
 
@@ -231,7 +281,9 @@ class Origin:
         return x.is_meta and owner is self._record.owners[name.rpartition(".")[0]]
 
     def _may_be_written(self, name: str, x: Tensor) -> bool:
-        """Whether a tensor's values must be looked at: before the first step, and where its version or address differs."""
+        """Whether a tensor's values must be looked at: before the first step, and where
+        its version or address differs.
+        """
         if x.is_meta or id(x) not in self._record.marks:
             return False
         if self._marks is None and name in self._bits:
@@ -246,7 +298,7 @@ def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: first.setdefault(id(x), name) for name, x in tensors.items()}
 
 
-# --- what is trained -------------------------------------------------------------------------------------------------
+# --- what is trained ------------------------------------------------------------------------------
 
 
 class Flags:
@@ -258,8 +310,14 @@ class Flags:
 
     def read(self) -> list[bool]:
         """The flags in the order of the modules."""
-        with torch._C.DisableTorchFunctionSubclass():  # a parameter's class may intercept attribute access, at a cost
-            return [param.requires_grad for slots in self._slots for param in slots.values() if param is not None]
+        # a parameter's class may intercept attribute access, at a cost
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                param.requires_grad
+                for slots in self._slots
+                for param in slots.values()
+                if param is not None
+            ]
 
 
 class FixedFlags:
@@ -272,7 +330,9 @@ class FixedFlags:
 
     def __init__(self, model: nn.Module, names: Collection[str]) -> None:
         self._model = model
-        self._required = {name: param.requires_grad for name, param in model.named_parameters() if name in names}
+        self._required = {
+            name: param.requires_grad for name, param in model.named_parameters() if name in names
+        }
         self._flags = Flags(model)
         self._first = self._flags.read()
 
@@ -290,9 +350,11 @@ class FixedFlags:
                 if names
             ]
             raise ValueError(
-                f"requires_grad: must be for each parameter what it was when the step was made, and {' and '.join(changes)}; "
-                f"make a step under the new flags and move the state to it: new = make_train_step(model, cfg, after=step); "
-                f"state = fzero.reshard(state, step, new); where a transform freezes parameters (lora), its trains decides"
+                f"requires_grad: must be for each parameter what it was when the step was made, "
+                f"and {' and '.join(changes)}; make a step under the new flags and move the state "
+                f"to it: new = make_train_step(model, cfg, after=step); state = "
+                f"fzero.reshard(state, step, new); where a transform freezes parameters (lora), "
+                f"its trains decides"
             )
 
 

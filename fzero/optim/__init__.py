@@ -1,4 +1,5 @@
-"""Optimizers as transforms of flat buffers, mixed precision, learning-rate schedules, the loss scale.
+"""Optimizers as transforms of flat buffers, mixed precision, learning-rate schedules,
+the loss scale.
 
 May import: sharding, common. Begin with `fzero.optim.transforms`.
 """

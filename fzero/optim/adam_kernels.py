@@ -1,4 +1,6 @@
-"""Adam and AdamW as transforms (`fzero.optim.transforms`): PyTorch's fused kernels, and in a graph the same formula."""
+"""Adam and AdamW as transforms (`fzero.optim.transforms`): PyTorch's fused kernels, and
+in a graph the same formula.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from sharding import TensorSpec
 
 
 class AdamState(NamedTuple, Generic[Leaf]):
-    """`step` counts updates (0-d float32); the moments have the parameter's shape and dtype."""
+    """`step` counts updates (0-d float32); the moments have the parameter's shape and
+    dtype.
+    """
 
     step: Leaf
     exp_avg: Leaf
@@ -41,7 +45,8 @@ def adamw(
     weight_decay: float = 0.01,
     bias_correction: bool = True,
 ) -> Transform:
-    """`torch.optim.AdamW` (decoupled weight decay, arXiv:1711.05101), by PyTorch's fused kernel: one pass over memory.
+    """`torch.optim.AdamW` (decoupled weight decay, arXiv:1711.05101), by PyTorch's
+    fused kernel: one pass over memory.
 
     Without `bias_correction` (torch has no such flag) the moments are used as they are.
     """
@@ -56,7 +61,8 @@ def adam(
     weight_decay: float = 0.0,
     bias_correction: bool = True,
 ) -> Transform:
-    """`torch.optim.Adam` (weight decay joins the gradient), by PyTorch's fused kernel: one pass over memory.
+    """`torch.optim.Adam` (weight decay joins the gradient), by PyTorch's fused kernel:
+    one pass over memory.
 
     Without `bias_correction` (torch has no such flag) the moments are used as they are.
     """
@@ -90,17 +96,28 @@ def _adam(
         found_inf: Tensor | None = None,
     ) -> list[AdamState[Tensor]]:
         _advance([state.step for state in states], found_inf)
-        full = [(grad, x, *state) for grad, x, state in zip(grads, params, states, strict=True) if x.numel()]
+        full = [
+            (grad, x, *state)
+            for grad, x, state in zip(grads, params, states, strict=True)
+            if x.numel()
+        ]
         if is_traced():
             for grad, param, *leaves in full:
                 _adam_by_element(
-                    grad, param, AdamState(*leaves),
-                    lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, is_decoupled=kernel is torch._fused_adamw_,
+                    grad,
+                    param,
+                    AdamState(*leaves),
+                    lr=lr,
+                    betas=betas,
+                    eps=eps,
+                    weight_decay=weight_decay,
+                    is_decoupled=kernel is torch._fused_adamw_,
                     bias_correction=bias_correction,
-                )  # fmt: skip
+                )
         elif full:
             full_grads, full_params, steps, exp_avgs, exp_avg_sqs = zip(*full, strict=True)
-            if not bias_correction:  # after infinitely many updates the kernel corrects nothing: 1 - beta**inf is 1
+            # after infinitely many updates the kernel corrects nothing: 1 - beta**inf is 1
+            if not bias_correction:
                 steps = tuple(torch.full_like(step, math.inf) for step in steps)
             run = partial(
                 kernel, max_exp_avg_sqs=[], state_steps=steps,
@@ -124,7 +141,8 @@ def _adam(
 def _advance(steps: list[Tensor], found_inf: Tensor | None) -> None:
     """Counts an update, unless it is skipped."""
     if steps and found_inf is None and not is_traced():
-        # There a number would become a tensor for each counter, and a tensor without `alpha` a number.
+        # There a number would become a tensor for each counter, and a tensor without `alpha` a
+        # number.
         if steps[0].is_cpu:
             torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
         else:
@@ -146,8 +164,14 @@ def _adam_by_element(
     is_decoupled: bool,
     bias_correction: bool,
 ) -> None:
-    """The formula of the fused kernels, operation by operation; `is_decoupled` is AdamW's weight decay."""
-    count = state.step.double() if bias_correction else torch.full_like(state.step, math.inf, dtype=torch.float64)
+    """The formula of the fused kernels, operation by operation; `is_decoupled` is
+    AdamW's weight decay.
+    """
+    count = (
+        state.step.double()
+        if bias_correction
+        else torch.full_like(state.step, math.inf, dtype=torch.float64)
+    )
     first, second = (1 - beta**count for beta in betas)
     if is_decoupled:
         param.mul_(1 - lr * weight_decay)

@@ -1,9 +1,11 @@
-"""Fragments: the parts of parameters in a flat tensor, and sums over a parameter whose parts are on several ranks.
+"""Fragments: the parts of parameters in a flat tensor, and sums over a parameter whose
+parts are on several ranks.
 
-An optimizer that is not elementwise reads full parameters: their norms, their rows and columns, their singular values. In
-stage 0 its flat tensor is the full buffer, in stages 1-3 one shard, whose ends cut parameters. `ShardContents` lists the
-fragments in it. Every stage must give the same bits, so sums are made in one way only: a partial sum for each shard and
-parameter, and then the W partial sums of a parameter in rank order.
+An optimizer that is not elementwise reads full parameters: their norms, their rows and
+columns, their singular values. In stage 0 its flat tensor is the full buffer, in stages
+1-3 one shard, whose ends cut parameters. `ShardContents` lists the fragments in it.
+Every stage must give the same bits, so sums are made in one way only: a partial sum for
+each shard and parameter, and then the W partial sums of a parameter in rank order.
 
 Shape letters: P padded = W * S, S shard, W ranks, K partial sums of one shard.
 """
@@ -31,7 +33,9 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FragmentSlice:
-    """Elements [start, stop) of the flattened parameter `index`: they are at `offset` of the flat tensor, in its shard `row`."""
+    """Elements [start, stop) of the flattened parameter `index`: they are at `offset`
+    of the flat tensor, in its shard `row`.
+    """
 
     row: int
     index: int
@@ -44,20 +48,25 @@ class FragmentSlice:
         return flat[self.offset : self.offset + self.stop - self.start]
 
     def box_of(self, flat: Tensor, box: Box) -> Tensor:
-        """The elements of a box of the parameter, which lies in the fragment, as a view of the sizes of the box."""
+        """The elements of a box of the parameter, which lies in the fragment, as a view
+        of the sizes of the box.
+        """
         return self.of(flat)[box.start - self.start :][: box.numel].view(box.sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardContents:
-    """The parameters that a flat tensor holds, and the collectives that reach the ranks with the rest.
+    """The parameters that a flat tensor holds, and the collectives that reach the ranks
+    with the rest.
 
     Args:
         layout: the layout of the full buffer.
-        ranks: the ranks whose shards the tensor holds, one after another: all W in stage 0 (see `whole`), one in stages 1-3.
-        stack: the partial sums (len(ranks), K) -> those of all ranks (W, K), in rank order. *Collective* for one shard:
-            sends (W-1) · K.
-        join: the flat tensor -> the full buffer (P,). *Collective* for one shard: sends (W-1)/W · P.
+        ranks: the ranks whose shards the tensor holds, one after another: all W in
+            stage 0 (see `whole`), one in stages 1-3.
+        stack: the partial sums (len(ranks), K) -> those of all ranks (W, K), in rank
+            order. *Collective* for one shard: sends (W-1) · K.
+        join: the flat tensor -> the full buffer (P,). *Collective* for one shard: sends
+            (W-1)/W · P.
 
     Raises:
         ValueError: the ranks are neither all nor one.
@@ -76,11 +85,13 @@ class ShardContents:
 
     def __post_init__(self) -> None:
         world = range(self.layout.world_size)
-        is_one = len(self.ranks) == 1 and self.ranks[0] in world  # tested first: a plan makes contents for many buffers
+        # tested first: a plan makes contents for many buffers
+        is_one = len(self.ranks) == 1 and self.ranks[0] in world
         if not is_one and self.ranks != tuple(world):
             raise ValueError(
-                f"ShardContents: ranks must be all {self.layout.world_size} in order, or one of them, got {self.ranks}; pass "
-                f"ShardContents.whole(layout) for a full buffer and ranks=(rank,) for a shard"
+                f"ShardContents: ranks must be all {self.layout.world_size} in order, or one of "
+                f"them, got {self.ranks}; pass ShardContents.whole(layout) for a full buffer and "
+                f"ranks=(rank,) for a shard"
             )
 
     @classmethod
@@ -99,13 +110,17 @@ class ShardContents:
         index_of = {name: index for index, name in enumerate(self.layout.names)}
         numel = self.layout.partition.shard_numel
         return tuple(
-            FragmentSlice(row, index_of[part.name], part.start, part.stop, row * numel + part.offset)
+            FragmentSlice(
+                row, index_of[part.name], part.start, part.stop, row * numel + part.offset
+            )
             for row, rank in enumerate(self.ranks)
             for part in self.layout.fragments(rank)
         )
 
     def add_up(self, partial: Tensor) -> Tensor:
-        """The sums (K,) over all ranks, from partial sums (len(ranks), K). *Collective:* sends as much as `stack`."""
+        """The sums (K,) over all ranks, from partial sums (len(ranks), K).
+        *Collective:* sends as much as `stack`.
+        """
         rows_WK = self.stack(partial)
         assert rows_WK.shape == (self.layout.world_size, partial.shape[1])
         total = rows_WK[0].clone()
@@ -114,8 +129,12 @@ class ShardContents:
         return total
 
     def squares(self, flat: Tensor) -> Tensor:
-        """The sum of squares of every parameter, for each shard of the tensor: (len(ranks), parameters), float64."""
-        sums = torch.zeros(len(self.ranks), len(self.layout.names), dtype=torch.float64, device=flat.device)
+        """The sum of squares of every parameter, for each shard of the tensor:
+        (len(ranks), parameters), float64.
+        """
+        sums = torch.zeros(
+            len(self.ranks), len(self.layout.names), dtype=torch.float64, device=flat.device
+        )
         for part in self.parts:
             for chunk in torch.split(part.of(flat), CHUNK):
                 sums[part.row, part.index] += chunk.to(torch.float64, copy=True).square_().sum()
@@ -125,14 +144,17 @@ class ShardContents:
         """Raises unless the tensor has the shape that these contents describe."""
         if tuple(flat.shape) != (self.numel,):
             raise ValueError(
-                f"{owner}: the flat tensor must have {self.numel} elements, those of ranks {self.ranks} of the layout, got "
-                f"shape {tuple(flat.shape)}; pass the ShardContents of this tensor"
+                f"{owner}: the flat tensor must have {self.numel} elements, those of ranks "
+                f"{self.ranks} of the layout, got shape {tuple(flat.shape)}; pass the "
+                f"ShardContents of this tensor"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A parameter as a stack of matrices, and the indices of its first row and column in the statistics of all parameters."""
+    """A parameter as a stack of matrices, and the indices of its first row and column
+    in the statistics of all parameters.
+    """
 
     matrices: int
     rows: int
@@ -142,16 +164,22 @@ class Grid:
 
     def all_rows(self, statistics: Tensor) -> Tensor:
         """The entries of this parameter: (matrices, rows)."""
-        return statistics[self.first_row :][: self.matrices * self.rows].view(self.matrices, self.rows)
+        return statistics[self.first_row :][: self.matrices * self.rows].view(
+            self.matrices, self.rows
+        )
 
     def all_columns(self, statistics: Tensor) -> Tensor:
         """The entries of this parameter: (matrices, columns)."""
-        return statistics[self.first_column :][: self.matrices * self.columns].view(self.matrices, self.columns)
+        return statistics[self.first_column :][: self.matrices * self.columns].view(
+            self.matrices, self.columns
+        )
 
     def rows_of(self, box: Box, statistics: Tensor) -> Tensor:
         """The entries of a box: (matrices, rows, 1)."""
         matrices, rows, _ = box.sizes
-        return statistics[self.first_row + box.start // self.columns :][: matrices * rows].view(matrices, rows, 1)
+        return statistics[self.first_row + box.start // self.columns :][: matrices * rows].view(
+            matrices, rows, 1
+        )
 
     def columns_of(self, box: Box, statistics: Tensor) -> Tensor:
         """The entries of a box: (matrices, 1, columns)."""
@@ -178,8 +206,12 @@ def grids_of(layout: FlatLayout) -> dict[int, Grid]:
     return grids
 
 
-def boxes_of(parts: tuple[FragmentSlice, ...], grids: dict[int, Grid]) -> Iterator[tuple[FragmentSlice, Grid, Box]]:
-    """The fragments of matrices, cut into boxes: full matrices, full rows of a matrix, and parts of a row."""
+def boxes_of(
+    parts: tuple[FragmentSlice, ...], grids: dict[int, Grid]
+) -> Iterator[tuple[FragmentSlice, Grid, Box]]:
+    """The fragments of matrices, cut into boxes: full matrices, full rows of a matrix,
+    and parts of a row.
+    """
     for part in parts:
         if part.index in grids:
             grid = grids[part.index]

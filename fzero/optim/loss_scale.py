@@ -1,8 +1,11 @@
-"""The loss scale, as a pure state machine. It multiplies the loss, so that small fp16 gradients do not vanish.
+"""The loss scale, as a pure state machine. It multiplies the loss, so that small fp16
+gradients do not vanish.
 
-The gradients of a scaled loss are divided by the scale before the update. If any gradient is not finite on any rank (an
-*overflow*), the update is skipped and the scale may shrink; after many good steps it grows. The rules are those of DeepSpeed
-for ZeRO stages 1 to 3 (`fp16.*` keys), for all stages. The host reads no value: the machine is part of the data flow.
+The gradients of a scaled loss are divided by the scale before the update. If any
+gradient is not finite on any rank (an *overflow*), the update is skipped and the scale
+may shrink; after many good steps it grows. The rules are those of DeepSpeed for ZeRO
+stages 1 to 3 (`fp16.*` keys), for all stages. The host reads no value: the machine is
+part of the data flow.
 """
 
 from __future__ import annotations
@@ -36,9 +39,12 @@ class LossScaling:
     Args:
         initial: the first scale.
         dynamic: False keeps the scale.
-        window: the scale doubles in a good step that follows `window` good steps, and again every `window` good steps.
-        hysteresis: the number of overflows that halve the scale. Then each overflow halves it, until the scale grows.
-        consecutive: every good step resets the hysteresis, so that only consecutive overflows count.
+        window: the scale doubles in a good step that follows `window` good steps, and
+            again every `window` good steps.
+        hysteresis: the number of overflows that halve the scale. Then each overflow
+            halves it, until the scale grows.
+        consecutive: every good step resets the hysteresis, so that only consecutive
+            overflows count.
         minimum: the smallest scale.
 
     >>> rules = LossScaling(initial=4.0, dynamic=True, window=3, hysteresis=2, minimum=1.0)
@@ -58,7 +64,9 @@ class LossScaling:
 
     def init(self, device: torch.device | str = "cpu") -> LossScale[Tensor]:
         scale = torch.tensor(self.initial, dtype=torch.float32, device=device)
-        return LossScale(scale, torch.tensor(self.hysteresis, device=device), torch.tensor(0, device=device))
+        return LossScale(
+            scale, torch.tensor(self.hysteresis, device=device), torch.tensor(0, device=device)
+        )
 
     def update(self, state: LossScale[Tensor], overflow: Tensor) -> LossScale[Tensor]:
         """The state after a step. `overflow` is a 0-d bool, the same on all ranks."""
@@ -70,13 +78,19 @@ class LossScaling:
         restored = grows | (~overflow if self.consecutive else torch.zeros_like(overflow))
         left = hysteresis - (overflow & ~shrinks).to(hysteresis.dtype)
         return LossScale(
-            torch.where(shrinks, (scale / FACTOR).clamp(min=self.minimum), torch.where(grows, scale * FACTOR, scale)),
+            torch.where(
+                shrinks,
+                (scale / FACTOR).clamp(min=self.minimum),
+                torch.where(grows, scale * FACTOR, scale),
+            ),
             torch.where(restored, torch.full_like(hysteresis, self.hysteresis), left),
             torch.where(overflow, torch.zeros_like(num_good), num_good + 1),
         )
 
     def is_exhausted(self, state: LossScale[Tensor], overflow: Tensor) -> Tensor:
-        """Whether the scale would have to shrink below its minimum, so that training cannot go on (0-d bool)."""
+        """Whether the scale would have to shrink below its minimum, so that training
+        cannot go on (0-d bool).
+        """
         if not self.dynamic:
             return torch.zeros_like(overflow)
         return overflow & (state.hysteresis <= 1) & (state.scale <= self.minimum)

@@ -1,10 +1,12 @@
 """Learning-rate schedules, as pure functions of the number of updates so far.
 
-A `Schedule` takes the number n of updates before this one, and returns the value for this one. So the learning rate is a
-function of the state: a skipped step does not advance it, and a saved state continues it.
+A `Schedule` takes the number n of updates before this one, and returns the value for
+this one. So the learning rate is a function of the state: a skipped step does not
+advance it, and a saved state continues it.
 
-The named schedules give the values of DeepSpeed. DeepSpeed steps a schedule *after* each update. So an update with n updates
-before it uses DeepSpeed's iteration n-1. The first update has no such iteration, but a value of its own.
+The named schedules give the values of DeepSpeed. DeepSpeed steps a schedule *after*
+each update. So an update with n updates before it uses DeepSpeed's iteration n-1. The
+first update has no such iteration, but a value of its own.
 
 >>> rate = warmup_lr(max_lr=1.0, warmup_num_steps=4)
 >>> [round(rate(n), 5) for n in range(5)]
@@ -27,7 +29,9 @@ WarmupType = Literal["log", "linear"]
 
 
 def _after(first: float, formula: Schedule) -> Schedule:
-    """`first` for update 0; then the formula, which gets DeepSpeed's iterations i = 0, 1, …"""
+    """`first` for update 0; then the formula, which gets DeepSpeed's iterations i = 0,
+    1, …
+    """
     return lambda n: formula(n - 1) if n else first
 
 
@@ -49,7 +53,11 @@ def _warmup(num_steps: int, kind: WarmupType) -> Schedule:
 
 
 def warmup_lr(
-    max_lr: float, *, min_lr: float = 0.0, warmup_num_steps: int = 1000, warmup_type: WarmupType = "log"
+    max_lr: float,
+    *,
+    min_lr: float = 0.0,
+    warmup_num_steps: int = 1000,
+    warmup_type: WarmupType = "log",
 ) -> Schedule:
     """DeepSpeed's `WarmupLR`: from `min_lr` to `max_lr`, then constant."""
     warmup = _warmup(warmup_num_steps, warmup_type)
@@ -64,7 +72,9 @@ def warmup_decay_lr(
     warmup_num_steps: int = 1000,
     warmup_type: WarmupType = "log",
 ) -> Schedule:
-    """DeepSpeed's `WarmupDecayLR`: the warm-up of `warmup_lr`, then linear decay to `min_lr` at `total_num_steps`."""
+    """DeepSpeed's `WarmupDecayLR`: the warm-up of `warmup_lr`, then linear decay to
+    `min_lr` at `total_num_steps`.
+    """
     warmup_num_steps = max(2, warmup_num_steps)
     warmup = _warmup(warmup_num_steps, warmup_type)
 
@@ -84,7 +94,9 @@ def warmup_cosine_lr(
     cos_min_ratio: float = 1e-4,
     warmup_type: WarmupType = "log",
 ) -> Schedule:
-    """DeepSpeed's `WarmupCosineLR`: `lr` times a ratio that warms up, then falls to `cos_min_ratio` along half a cosine."""
+    """DeepSpeed's `WarmupCosineLR`: `lr` times a ratio that warms up, then falls to
+    `cos_min_ratio` along half a cosine.
+    """
     warmup_num_steps = max(2, warmup_num_steps)
     warmup = _warmup(warmup_num_steps, warmup_type)
 
@@ -100,7 +112,9 @@ def warmup_cosine_lr(
 def lr_range_test(
     min_lr: float = 1e-3, *, step_size: int = 2000, step_rate: float = 1.0, staircase: bool = False
 ) -> Schedule:
-    """DeepSpeed's `LRRangeTest` (arXiv:1803.09820): grows without limit, to find the largest rate that trains."""
+    """DeepSpeed's `LRRangeTest` (arXiv:1803.09820): grows without limit, to find the
+    largest rate that trains.
+    """
 
     def rate(i: int) -> float:
         intervals = (i + 1) / step_size
@@ -121,15 +135,20 @@ def one_cycle(
     decay_rate: float = 0.0,
     inverse: bool = False,
 ) -> Schedule:
-    """DeepSpeed's `OneCycle` (arXiv:1708.07120): from `low` to `high` and back, then decay.
+    """DeepSpeed's `OneCycle` (arXiv:1708.07120): from `low` to `high` and back, then
+    decay.
 
     Args:
         low, high: the ends of the cycle.
-        first_step_size, second_step_size: iterations up and down; None means as many down as up.
-        first_stair_count, second_stair_count: stairs up and down, 0 is a slope; None means as many down as up.
+        first_step_size, second_step_size: iterations up and down; None means as many
+            down as up.
+        first_stair_count, second_stair_count: stairs up and down, 0 is a slope; None
+            means as many down as up.
         decay_step_size: iterations per interval of the decay; 0 does not decay.
-        decay_rate: the rate is divided by, and a momentum multiplied by, `1 + decay_rate · intervals`.
-        inverse: True for a momentum, which goes from `high` to `low` and back (and is `low` in the first update).
+        decay_rate: the rate is divided by, and a momentum multiplied by,
+            `1 + decay_rate · intervals`.
+        inverse: True for a momentum, which goes from `high` to `low` and back (and is
+            `low` in the first update).
     """
     num_down = first_step_size if second_step_size is None else second_step_size
     down_stairs = first_stair_count if second_stair_count is None else second_stair_count
@@ -153,12 +172,15 @@ def one_cycle(
 
 
 def torch_classes() -> dict[str, type[LRScheduler]]:
-    """The classes of `torch.optim.lr_scheduler` that are functions of the step, by name."""
+    """The classes of `torch.optim.lr_scheduler` that are functions of the step, by
+    name.
+    """
     return {
         name: member
         for name, member in vars(torch.optim.lr_scheduler).items()
         if isinstance(member, type) and issubclass(member, LRScheduler) and name[0].isupper()
-        if name not in ("LRScheduler", "ReduceLROnPlateau")  # the base class, and one that depends on a metric
+        # the base class, and one that depends on a metric
+        if name not in ("LRScheduler", "ReduceLROnPlateau")
     }
 
 
@@ -168,14 +190,17 @@ def torch_schedule(name: str, lr: float, **params: Any) -> Schedule:
     Each rate is computed once, in order, and cached.
 
     Raises:
-        ValueError: `torch_classes` has no such class, or it does not accept these parameters.
+        ValueError: `torch_classes` has no such class, or it does not accept these
+            parameters.
 
     >>> halving = torch_schedule("StepLR", 1.0, step_size=2, gamma=0.5)
     >>> [halving(n) for n in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.25]
     """
     if name not in torch_classes():
-        raise ValueError(f"torch_schedule: must be one of {', '.join(torch_classes())}, got {name!r}; choose one")
+        raise ValueError(
+            f"torch_schedule: must be one of {', '.join(torch_classes())}, got {name!r}; choose one"
+        )
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=0.5)
     try:
         scheduler = torch_classes()[name](optimizer, **params)

@@ -1,11 +1,14 @@
-"""Optimizers whose update depends on full parameters: LAMB, Adafactor and Muon as transforms of flat buffers.
+"""Optimizers whose update depends on full parameters: LAMB, Adafactor and Muon as
+transforms of flat buffers.
 
-They are transforms like those of `fzero.optim.transforms`, with one more argument, `contents`. It says which parameters the
-flat tensor holds, and communicates with the ranks that hold the rest. Each docstring states the traffic of an update. Every
-rank calls the collectives in the same order, whatever its shard holds. Stage 0 holds full parameters, sends nothing and gives
-the same bits (see `fzero.optim.fragments`).
+They are transforms like those of `fzero.optim.transforms`, with one more argument,
+`contents`. It says which parameters the flat tensor holds, and communicates with the
+ranks that hold the rest. Each docstring states the traffic of an update. Every rank
+calls the collectives in the same order, whatever its shard holds. Stage 0 holds full
+parameters, sends nothing and gives the same bits (see `fzero.optim.fragments`).
 
-Shape letters: N elements of the flat tensor, W ranks, K partial sums of one shard, R and C row and column statistics.
+Shape letters: N elements of the flat tensor, W ranks, K partial sums of one shard, R
+and C row and column statistics.
 """
 
 from __future__ import annotations
@@ -18,13 +21,23 @@ import torch
 from torch import Tensor
 
 from fzero.optim.fragments import Grid, ShardContents, boxes_of, grids_of
-from fzero.optim.transforms import Leaf, Transform, add_times, check_betas, check_range, no_steps, step_spec
+from fzero.optim.transforms import (
+    Leaf,
+    Transform,
+    add_times,
+    check_betas,
+    check_range,
+    no_steps,
+    step_spec,
+)
 from sharding import TensorSpec
 from sharding.layout import FlatLayout
 
 
 class LambState(NamedTuple, Generic[Leaf]):
-    """`step` counts updates (0-d float32); the moments have the parameter's shape and dtype."""
+    """`step` counts updates (0-d float32); the moments have the parameter's shape and
+    dtype.
+    """
 
     step: Leaf
     exp_avg: Leaf
@@ -42,24 +55,35 @@ def lamb(
     min_coeff: float = 0.01,
     bias_correction: bool = True,
 ) -> Transform:
-    """LAMB (You et al., arXiv:1904.00962, algorithm 2): Adam's direction, as long as the parameter times `lr`.
+    """LAMB (You et al., arXiv:1904.00962, algorithm 2): Adam's direction, as long as
+    the parameter times `lr`.
 
-    The direction of a parameter, weight decay included, is multiplied by the trust ratio ‖parameter‖ / ‖direction‖. The ratio
-    is clamped to [min_coeff, max_coeff] (DeepSpeed's names and values), and is 1 if a norm is 0. The moments are corrected for
-    their bias as in Adam and in the paper (not by a factor of `lr`), unless `bias_correction` is False.
+    The direction of a parameter, weight decay included, is multiplied by the trust
+    ratio ‖parameter‖ / ‖direction‖. The ratio is clamped to [min_coeff, max_coeff]
+    (DeepSpeed's names and values), and is 1 if a norm is 0. The moments are corrected
+    for their bias as in Adam and in the paper (not by a factor of `lr`), unless
+    `bias_correction` is False.
 
-    *Collective:* an update stacks the partial sums of two norms for each parameter, in float64.
+    *Collective:* an update stacks the partial sums of two norms for each parameter, in
+    float64.
     """
-    check_range("lamb", lr=lr, eps=eps, weight_decay=weight_decay, min_coeff=min_coeff, max_coeff=max_coeff)
+    check_range(
+        "lamb", lr=lr, eps=eps, weight_decay=weight_decay, min_coeff=min_coeff, max_coeff=max_coeff
+    )
     check_betas("lamb", betas)
     if min_coeff > max_coeff:
-        raise ValueError(f"lamb: min_coeff must be at most max_coeff, got {min_coeff} > {max_coeff}; exchange them")
+        raise ValueError(
+            f"lamb: min_coeff must be at most max_coeff, got {min_coeff} > {max_coeff}; exchange "
+            f"them"
+        )
 
     def init(param: Tensor) -> LambState[Tensor]:
         contents.check("lamb", param)
         return LambState(no_steps(param), torch.zeros_like(param), torch.zeros_like(param))
 
-    def update(grad: Tensor, param: Tensor, state: LambState[Tensor]) -> tuple[Tensor, Tensor, LambState[Tensor]]:
+    def update(
+        grad: Tensor, param: Tensor, state: LambState[Tensor]
+    ) -> tuple[Tensor, Tensor, LambState[Tensor]]:
         step = state.step.add_(1)
         # In double, because float32 keeps only three digits of 1 - 0.999.
         corrections = [1 - beta ** step.double() if bias_correction else 1.0 for beta in betas]
@@ -69,10 +93,14 @@ def lamb(
         direction = torch.div(state.exp_avg, corrections[0], out=grad).div_(scratch)
         if weight_decay:
             direction.add_(param, alpha=weight_decay)
-        norms = contents.add_up(torch.cat([contents.squares(param), contents.squares(direction)], dim=1)).sqrt_()
+        norms = contents.add_up(
+            torch.cat([contents.squares(param), contents.squares(direction)], dim=1)
+        ).sqrt_()
         param_norms, direction_norms = norms.chunk(2)
         is_ratio = (param_norms > 0) & (direction_norms > 0)
-        ratios = torch.where(is_ratio, (param_norms / direction_norms).clamp(min_coeff, max_coeff), 1.0)
+        ratios = torch.where(
+            is_ratio, (param_norms / direction_norms).clamp(min_coeff, max_coeff), 1.0
+        )
         _step(param, direction, ratios * lr, contents)
         return grad, param, LambState(step, state.exp_avg, state.exp_avg_sq)
 
@@ -87,9 +115,11 @@ class AdafactorState(NamedTuple, Generic[Leaf]):
 
     Attributes:
         step: counts updates (0-d float32).
-        row_var, col_var: means of squared gradients over each row (R,) and column (C,) of all matrices, in the order of the
-            layout, on every rank; None if the buffer holds no matrix.
-        variance: second moments of parameters of fewer than two dims, in the shape of the flat tensor; None if there are none.
+        row_var, col_var: means of squared gradients over each row (R,) and column (C,)
+            of all matrices, in the order of the layout, on every rank; None if the
+            buffer holds no matrix.
+        variance: second moments of parameters of fewer than two dims, in the shape of
+            the flat tensor; None if there are none.
     """
 
     step: Leaf
@@ -107,18 +137,21 @@ def adafactor(
     d: float = 1.0,
     weight_decay: float = 0.0,
 ) -> Transform:
-    """`torch.optim.Adafactor` (Shazeer and Stern, arXiv:1804.04235): second moments of a matrix as a product of two vectors.
+    """`torch.optim.Adafactor` (Shazeer and Stern, arXiv:1804.04235): second moments of
+    a matrix as a product of two vectors.
 
-    A parameter of more than two dims is a stack of matrices in the last two dims. A buffer that also holds parameters of
-    fewer than two dims keeps a second moment as long as the full buffer: give them a buffer of their own.
+    A parameter of more than two dims is a stack of matrices in the last two dims. A
+    buffer that also holds parameters of fewer than two dims keeps a second moment as
+    long as the full buffer: give them a buffer of their own.
 
-    *Collective:* an update sends two stacks of sums: R + C sums and one for each parameter, in the parameter's dtype; then one
-    for each parameter, in float64.
+    *Collective:* an update sends two stacks of sums: R + C sums and one for each
+    parameter, in the parameter's dtype; then one for each parameter, in float64.
     """
     check_range("adafactor", lr=lr, weight_decay=weight_decay, eps_1=eps[0] or 0.0, eps_2=eps[1])
     if not (beta2_decay <= 0 and d >= 1):
         raise ValueError(
-            f"adafactor: needs beta2_decay <= 0 and d >= 1, got {beta2_decay} and {d}; -0.8 and 1.0 are usual"
+            f"adafactor: needs beta2_decay <= 0 and d >= 1, got {beta2_decay} and {d}; -0.8 and "
+            f"1.0 are usual"
         )
     grids = grids_of(contents.layout)
     num_rows = sum(grid.matrices * grid.rows for grid in grids.values())
@@ -128,7 +161,9 @@ def adafactor(
     def init(param: Tensor) -> AdafactorState[Tensor]:
         contents.check("adafactor", param)
         row_var, col_var = (param.new_zeros(n) if grids else None for n in (num_rows, num_columns))
-        return AdafactorState(no_steps(param), row_var, col_var, torch.zeros_like(param) if has_vectors else None)
+        return AdafactorState(
+            no_steps(param), row_var, col_var, torch.zeros_like(param) if has_vectors else None
+        )
 
     def update(
         grad: Tensor, param: Tensor, state: AdafactorState[Tensor]
@@ -137,11 +172,15 @@ def adafactor(
         count = step.double()  # powers of a float32 would be wrong in the seventh digit
         weight = (count**beta2_decay).to(param.dtype)
         smallest = torch.finfo(param.dtype).eps if eps[0] is None else eps[0]
-        numels = torch.tensor([max(numel, 1) for numel in contents.layout.numels], device=param.device)
+        numels = torch.tensor(
+            [max(numel, 1) for numel in contents.layout.numels], device=param.device
+        )
 
         sums = _row_and_column_sums(grad, contents, grids, num_rows, num_columns)
         total = contents.add_up(torch.cat([sums, contents.squares(param).to(sums.dtype)], dim=1))
-        row_sums, column_sums, param_squares = torch.split(total, [num_rows, num_columns, len(numels)])
+        row_sums, column_sums, param_squares = torch.split(
+            total, [num_rows, num_columns, len(numels)]
+        )
         if state.row_var is not None and state.col_var is not None:
             for grid in grids.values():
                 grid.all_rows(row_sums).div_(grid.columns)
@@ -154,12 +193,17 @@ def adafactor(
         if weight_decay:
             param.mul_(1 - lr * weight_decay)
         largest = contents.add_up(contents.squares(grad)).div_(numels).sqrt_().div_(d).clamp_(min=1)
-        sizes = param_squares.double().div_(numels).sqrt_().clamp_(min=eps[1]) * count.rsqrt().clamp(max=lr)
+        sizes = param_squares.double().div_(numels).sqrt_().clamp_(
+            min=eps[1]
+        ) * count.rsqrt().clamp(max=lr)
         _step(param, grad, sizes.div_(largest), contents)
         return grad, param, AdafactorState(step, state.row_var, state.col_var, state.variance)
 
     def specs(param: TensorSpec) -> AdafactorState[TensorSpec]:
-        rows, columns = (replace(step_spec(param), shape=(n,), dtype=param.dtype) for n in (num_rows, num_columns))
+        rows, columns = (
+            replace(step_spec(param), shape=(n,), dtype=param.dtype)
+            for n in (num_rows, num_columns)
+        )
         row_var, col_var = (rows, columns) if grids else (None, None)
         return AdafactorState(step_spec(param), row_var, col_var, param if has_vectors else None)
 
@@ -167,9 +211,16 @@ def adafactor(
 
 
 def _divide_vectors(
-    grad: Tensor, variance: Tensor, contents: ShardContents, grids: dict[int, Grid], weight: Tensor, smallest: float
+    grad: Tensor,
+    variance: Tensor,
+    contents: ShardContents,
+    grids: dict[int, Grid],
+    weight: Tensor,
+    smallest: float,
 ) -> None:
-    """Divides the gradients of parameters that are no matrices by the roots of their second moments, after updating these."""
+    """Divides the gradients of parameters that are no matrices by the roots of their
+    second moments, after updating these.
+    """
     for part in contents.parts:
         if part.index not in grids:
             vector = part.of(grad)
@@ -180,7 +231,9 @@ def _divide_vectors(
 def _row_and_column_sums(
     grad: Tensor, contents: ShardContents, grids: dict[int, Grid], num_rows: int, num_columns: int
 ) -> Tensor:
-    """The squares of the gradient, summed over rows and columns, for each shard of the tensor: (len(ranks), R + C)."""
+    """The squares of the gradient, summed over rows and columns, for each shard of the
+    tensor: (len(ranks), R + C).
+    """
     sums = grad.new_zeros(len(contents.ranks), num_rows + num_columns)
     for part, grid, box in boxes_of(contents.parts, grids):
         squares = part.box_of(grad, box).square()
@@ -190,10 +243,19 @@ def _row_and_column_sums(
 
 
 def _divide_matrices(
-    grad: Tensor, row_var: Tensor, col_var: Tensor, contents: ShardContents, grids: dict[int, Grid], smallest: float
+    grad: Tensor,
+    row_var: Tensor,
+    col_var: Tensor,
+    contents: ShardContents,
+    grids: dict[int, Grid],
+    smallest: float,
 ) -> None:
-    """Divides the gradients of matrices by the roots of their second moments, which are products of two vectors."""
-    means = {i: grid.all_rows(row_var).mean(dim=1).clamp_(min=smallest) for i, grid in grids.items()}
+    """Divides the gradients of matrices by the roots of their second moments, which are
+    products of two vectors.
+    """
+    means = {
+        i: grid.all_rows(row_var).mean(dim=1).clamp_(min=smallest) for i, grid in grids.items()
+    }
     for part, grid, box in boxes_of(contents.parts, grids):
         mean = grid.matrices_of(box, means[part.index])
         estimate = grid.rows_of(box, row_var) * grid.columns_of(box, col_var)
@@ -218,31 +280,41 @@ def muon(
     eps: float = 1e-7,
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
 ) -> Transform:
-    """`torch.optim.Muon` (Jordan et al., kellerjordan.github.io/posts/muon): a matrix moves by its orthogonalised momentum.
+    """`torch.optim.Muon` (Jordan et al., kellerjordan.github.io/posts/muon): a matrix
+    moves by its orthogonalised momentum.
 
-    A parameter of more than two dims becomes a matrix of its first dim by all others, as is usual for convolutions.
+    A parameter of more than two dims becomes a matrix of its first dim by all others,
+    as is usual for convolutions.
 
-    *Collective:* sends nothing if every matrix lies in one shard (all ranks see that in the layout). Else an update gathers the
-    momentum of all shards, (W-1)/W · P elements, and each rank orthogonalises the matrices of which its shard holds a part.
+    *Collective:* sends nothing if every matrix lies in one shard (all ranks see that in
+    the layout). Else an update gathers the momentum of all shards, (W-1)/W · P
+    elements, and each rank orthogonalises the matrices of which its shard holds a part.
 
     Raises:
         ValueError: a parameter is not a matrix, or a value is out of range.
     """
-    check_range("muon", lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps, ns_steps=ns_steps)
+    check_range(
+        "muon", lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps, ns_steps=ns_steps
+    )
     if adjust_lr_fn not in ("original", "match_rms_adamw"):
         raise ValueError(
-            f"muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}; choose one"
+            f"muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}; "
+            f"choose one"
         )
     layout = contents.layout
     for name, shape in zip(layout.names, layout.shapes, strict=True):
         if len(shape) < 2:
-            raise ValueError(f"muon: parameter {name!r} must be a matrix, got shape {shape}; give it to adamw")
+            raise ValueError(
+                f"muon: parameter {name!r} must be a matrix, got shape {shape}; give it to adamw"
+            )
 
     def init(param: Tensor) -> MuonState[Tensor]:
         contents.check("muon", param)
         return MuonState(torch.zeros_like(param))
 
-    def update(grad: Tensor, param: Tensor, state: MuonState[Tensor]) -> tuple[Tensor, Tensor, MuonState[Tensor]]:
+    def update(
+        grad: Tensor, param: Tensor, state: MuonState[Tensor]
+    ) -> tuple[Tensor, Tensor, MuonState[Tensor]]:
         state.momentum.lerp_(grad, 1 - momentum)
         direction = grad.lerp_(state.momentum, momentum) if nesterov else state.momentum
         full_P = contents.join(direction) if is_cut(layout) else None
@@ -252,12 +324,23 @@ def muon(
         for part in contents.parts:
             shape, numel = layout.shapes[part.index], layout.numels[part.index]
             if part.index != last:
-                source, start = (direction, part.offset) if full_P is None else (full_P, layout.offsets[part.index])
+                source, start = (
+                    (direction, part.offset)
+                    if full_P is None
+                    else (full_P, layout.offsets[part.index])
+                )
                 matrix = source[start : start + numel].view(shape[0], -1)
                 steps = orthogonalise if ns_method == "standard" else orthogonalise_gram
-                last, orthogonal = part.index, steps(matrix, num_steps=ns_steps, eps=eps).reshape(-1)
+                last, orthogonal = (
+                    part.index,
+                    steps(matrix, num_steps=ns_steps, eps=eps).reshape(-1),
+                )
             rows, columns = shape[0], numel // shape[0]
-            ratio = max(1.0, rows / columns) if adjust_lr_fn == "original" else 0.04 * max(rows, columns)
+            ratio = (
+                max(1.0, rows / columns)
+                if adjust_lr_fn == "original"
+                else 0.04 * max(rows, columns)
+            )
             add_times(part.of(param), orthogonal[part.start : part.stop], -lr * math.sqrt(ratio))
         return grad, param, MuonState(state.momentum)
 
@@ -268,9 +351,11 @@ def muon(
 
 
 def orthogonalise(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """A matrix with the same singular vectors and with singular values of about 1, by Newton-Schulz steps in bfloat16.
+    """A matrix with the same singular vectors and with singular values of about 1, by
+    Newton-Schulz steps in bfloat16.
 
-    The quintic a·x + b·x³ + c·x⁵ lifts small singular values fastest, and brings all to about [0.7, 1.2] (Jordan, see `muon`).
+    The quintic a·x + b·x³ + c·x⁵ lifts small singular values fastest, and brings all to
+    about [0.7, 1.2] (Jordan, see `muon`).
 
     Args:
         matrix: (A, B), any dtype.
@@ -292,10 +377,12 @@ def orthogonalise(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> T
 
 
 def orthogonalise_gram(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """As `orthogonalise`, with the steps on the small matrix X·Xᵀ (DeepSpeed's `ns_method: "gram"`).
+    """As `orthogonalise`, with the steps on the small matrix X·Xᵀ (DeepSpeed's
+    `ns_method: "gram"`).
 
-    A step of Newton-Schulz multiplies X by a polynomial of X·Xᵀ, so that the polynomials are multiplied first (A·A instead of
-    A·B elements), and X once. In half precision the product is applied after two steps, and the rest starts anew, for
+    A step of Newton-Schulz multiplies X by a polynomial of X·Xᵀ, so that the
+    polynomials are multiplied first (A·A instead of A·B elements), and X once. In half
+    precision the product is applied after two steps, and the rest starts anew, for
     stability. A square matrix has no shorter side, and takes the steps themselves.
 
     Returns:
@@ -303,7 +390,9 @@ def orthogonalise_gram(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7)
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x: Tensor = matrix.to(torch.float32 if matrix.device.type == "cpu" else torch.float16, copy=True)
+    x: Tensor = matrix.to(
+        torch.float32 if matrix.device.type == "cpu" else torch.float16, copy=True
+    )
     x = x.T if is_tall else x
     x = x / (x.norm() + eps)
     is_square = x.shape[0] == x.shape[1]
@@ -331,6 +420,8 @@ def is_cut(layout: FlatLayout) -> bool:
 
 
 def _step(param: Tensor, direction: Tensor, sizes: Tensor, contents: ShardContents) -> None:
-    """Subtracts from every parameter its direction times its size; overwrites the direction."""
+    """Subtracts from every parameter its direction times its size; overwrites the
+    direction.
+    """
     for part in contents.parts:
         part.of(param).sub_(part.of(direction).mul_(sizes[part.index]))

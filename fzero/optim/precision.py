@@ -1,9 +1,11 @@
 """`Precision`: the dtype of each tensor of a step.
 
-A `Precision` is data: the dtypes that a configuration asks for. `dtypes_of` combines it with a parameter's own dtype into the
-`Dtypes` of that parameter: the dtypes of compute, of communication, of gradient sums, of the optimizer's copy (the *master*)
-and of its state. Nothing else changes a dtype, and `step.plan` shows all of them. `mixed_precision` of `fzero.optim.transforms`
-updates numbers that are stored in few bits.
+A `Precision` is data: the dtypes that a configuration asks for. `dtypes_of` combines it
+with a parameter's own dtype into the `Dtypes` of that parameter: the dtypes of compute,
+of communication, of gradient sums, of the optimizer's copy (the *master*) and of its
+state. Nothing else changes a dtype, and `step.plan` shows all of them.
+`mixed_precision` of `fzero.optim.transforms` updates numbers that are stored in few
+bits.
 """
 
 from __future__ import annotations
@@ -28,32 +30,43 @@ class Dtypes(NamedTuple):
     grad: str
     """The dtype in which gradients are kept, and added up over micro-steps."""
     master: str
-    """The dtype that the optimizer updates; if it differs from `param`, there is a second copy."""
+    """The dtype that the optimizer updates; if it differs from `param`, there is a
+    second copy.
+    """
     optimizer: str
-    """The dtype of those tensors of the optimizer's state that have the parameter's shape."""
+    """The dtype of those tensors of the optimizer's state that have the parameter's
+    shape.
+    """
 
     def __str__(self) -> str:
         master = "which are the master" if self.master == self.param else f"master {self.master}"
         return (
-            f"parameters {self.param}, {master}, gradients reduced in {self.reduce} and added up in {self.grad}, "
-            f"optimizer state {self.optimizer}"
+            f"parameters {self.param}, {master}, gradients reduced in {self.reduce} and added up "
+            f"in {self.grad}, optimizer state {self.optimizer}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes that a configuration asks for, by name; None is the tensor's own dtype, or follows from the others.
+    """The dtypes that a configuration asks for, by name; None is the tensor's own
+    dtype, or follows from the others.
 
     Attributes:
         param_dtype: the dtype of all parameters; None is each parameter's own.
-        reduce_dtype: the dtype in which gradients are sent; None is that of the parameters.
-        grad_accum_dtype: the dtype in which gradients are kept and added up; None is that of the parameters.
-        master_dtype: the dtype of the master; None is fp32 if `param_dtype` changes a parameter, else the parameter's own.
+        reduce_dtype: the dtype in which gradients are sent; None is that of the
+            parameters.
+        grad_accum_dtype: the dtype in which gradients are kept and added up; None is
+            that of the parameters.
+        master_dtype: the dtype of the master; None is fp32 if `param_dtype` changes a
+            parameter, else the parameter's own.
         optimizer_dtype: the dtype of the optimizer's state; None is that of the master.
-        buffer_dtype: the dtype of the module's floating-point buffers; None is each buffer's own.
+        buffer_dtype: the dtype of the module's floating-point buffers; None is each
+            buffer's own.
         autocast: the dtype of `torch.autocast` around the forward, if any.
-        safe_modules: classes of modules whose direct parameters are kept in the autocast dtype beside a master.
-        stochastic_rounding: whether a master of 16 bits, and its optimizer state, are rounded at random after an update.
+        safe_modules: classes of modules whose direct parameters are kept in the
+            autocast dtype beside a master.
+        stochastic_rounding: whether a master of 16 bits, and its optimizer state, are
+            rounded at random after an update.
     """
 
     param_dtype: str | None = None
@@ -67,9 +80,11 @@ class Precision:
     stochastic_rounding: bool = False
 
     def dtypes_of(self, own: str, owner: type[nn.Module], *, trainable: bool = True) -> Dtypes:
-        """The dtypes of a parameter of dtype `own` that belongs to a module of the class `owner`.
+        """The dtypes of a parameter of dtype `own` that belongs to a module of the
+        class `owner`.
 
-        A frozen parameter has no other tensors. If only autocast lowers its dtype, its own values are kept as the master.
+        A frozen parameter has no other tensors. If only autocast lowers its dtype, its
+        own values are kept as the master.
         """
         if not torch_dtype(own).is_floating_point:
             return Dtypes(own, own, own, own, own)
@@ -85,7 +100,9 @@ class Precision:
 
     def buffer_dtype_of(self, own: str) -> str:
         """The dtype of a module's buffer of dtype `own`."""
-        return self.buffer_dtype if self.buffer_dtype and torch_dtype(own).is_floating_point else own
+        return (
+            self.buffer_dtype if self.buffer_dtype and torch_dtype(own).is_floating_point else own
+        )
 
 
 def _wide(dtype: str) -> str:
@@ -102,7 +119,12 @@ def find_class(name: str) -> type:
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}: {error}") from None
+        raise ValueError(
+            f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}: {error}"
+        ) from None
     if not isinstance(found, type):
-        raise ValueError(f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}, which is no class")
+        raise ValueError(
+            f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}, which is no "
+            f"class"
+        )
     return found

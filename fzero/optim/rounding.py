@@ -1,4 +1,6 @@
-"""Stochastic rounding of fp32 to bf16, by a hash of the update and the element's index (Gupta et al. 2015, arXiv:1502.02551)."""
+"""Stochastic rounding of fp32 to bf16, by a hash of the update and the element's index
+(Gupta et al. 2015, arXiv:1502.02551).
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,20 @@ from fzero.optim.transforms import Rounding
 
 
 def salts_of(seed: int, num: int) -> list[int]:
-    """Numbers that make the random bits of each update and tensor differ from those of others."""
+    """Numbers that make the random bits of each update and tensor differ from those of
+    others.
+    """
     return [zlib.crc32(f"{seed}/{index}".encode()) for index in range(num)]
 
 
 def stochastic(seed: int | Tensor, place: int | Tensor) -> Rounding:
-    """Rounds fp32 to bf16 up or down, with probabilities given by the distances to the two neighbours.
+    """Rounds fp32 to bf16 up or down, with probabilities given by the distances to the
+    two neighbours.
 
-    The random bits are a hash of `seed` (or of its `salts_of`, an int64 tensor) and of the element's index among all
-    parameters, so that all ranks and stages round alike. The first element of the tensor has the index `place`. Other pairs of
-    dtypes are rounded to the nearest.
+    The random bits are a hash of `seed` (or of its `salts_of`, an int64 tensor) and of
+    the element's index among all parameters, so that all ranks and stages round alike.
+    The first element of the tensor has the index `place`. Other pairs of dtypes are
+    rounded to the nearest.
     """
 
     def round_(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:

@@ -26,5 +26,7 @@ def find(name: str) -> type[Optimizer]:
     by_lower_name = {known.lower(): cls for known, cls in classes().items()}
     if name.lower() not in by_lower_name:
         nearest = difflib.get_close_matches(name.lower(), by_lower_name, n=1, cutoff=0.0)[0]
-        raise ValueError(f"torch.optim has no {name!r}; did you mean {by_lower_name[nearest].__name__!r}?")
+        raise ValueError(
+            f"torch.optim has no {name!r}; did you mean {by_lower_name[nearest].__name__!r}?"
+        )
     return by_lower_name[name.lower()]

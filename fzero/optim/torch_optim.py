@@ -1,11 +1,14 @@
 """Classes of torch.optim as transforms of flat shards.
 
-A flat tensor is the only parameter of a new optimizer, and the optimizer's `state` of it is the state of the transform.
-Optimizers make that state in their first step; `init` makes zeros of the same names and shapes, found by two trial steps. Trial
-runs check a class: the update of each element must not depend on others, and the class must keep nothing outside of `state`.
+A flat tensor is the only parameter of a new optimizer, and the optimizer's `state` of
+it is the state of the transform. Optimizers make that state in their first step; `init`
+makes zeros of the same names and shapes, found by two trial steps. Trial runs check a
+class: the update of each element must not depend on others, and the class must keep
+nothing outside of `state`.
 
-A graph holds the update as one operator, `fzero::torch_optimizer`, that runs the class when the graph runs, because classes
-read Python numbers from their state, and a trace has no values.
+A graph holds the update as one operator, `fzero::torch_optimizer`, that runs the class
+when the graph runs, because classes read Python numbers from their state, and a trace
+has no values.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from sharding import TensorSpec
 from sharding.views import dtype_name, torch_dtype
 
 OWN = {"Adafactor": "fzero.optim.adafactor", "Muon": "fzero.optim.muon"}
-"""Classes whose update depends on full parameters, and the transforms that replace them here."""
+"""Classes whose update depends on full parameters, and the transforms that replace them
+here.
+"""
 TRIAL_RATE = 0.5
 """In a trial, the value of each hyperparameter that is a tensor."""
 
@@ -47,15 +52,17 @@ class TorchState(NamedTuple, Generic[Leaf]):
 
 
 def torch_optimizer(name_or_class: str | type[Optimizer], **params: Any) -> Transform:
-    """A class of `torch.optim`, or one of your own, as a transform of flat tensors. Trial runs check the class.
+    """A class of `torch.optim`, or one of your own, as a transform of flat tensors.
+    Trial runs check the class.
 
     Args:
         name_or_class: a class, or its name in upper or lower case.
         params: the hyperparameters of the class.
 
     Raises:
-        ValueError: there is no such class, or it does not accept these hyperparameters, needs a closure or sparse gradients, is
-            not elementwise, or keeps something outside of its `state`.
+        ValueError: there is no such class, or it does not accept these hyperparameters,
+            needs a closure or sparse gradients, is not elementwise, or keeps something
+            outside of its `state`.
 
     >>> halving = torch_optimizer("SGD", lr=0.5)
     >>> param = torch.tensor([4.0])
@@ -64,13 +71,16 @@ def torch_optimizer(name_or_class: str | type[Optimizer], **params: Any) -> Tran
     """
     cls = find(name_or_class) if isinstance(name_or_class, str) else name_or_class
     if not inspect.isclass(cls) or not issubclass(cls, Optimizer):
-        raise ValueError(f"torch_optimizer: needs a class of optimizers or its name, got {cls!r}; pass such a class")
+        raise ValueError(
+            f"torch_optimizer: needs a class of optimizers or its name, got {cls!r}; pass such a "
+            f"class"
+        )
     own = OWN.get(cls.__name__) if cls.__module__.startswith("torch.optim") else None
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{cls.__name__}: needs a closure that runs the model several times within a step, and a transform of gradients "
-            f"has none; choose another class"
+            f"{cls.__name__}: needs a closure that runs the model several times within a step, and "
+            f"a transform of gradients has none; choose another class"
         )
     tried = _with_rates(params, TRIAL_RATE)
     checked = torch_transform(cls, tried)
@@ -85,7 +95,9 @@ def torch_optimizer(name_or_class: str | type[Optimizer], **params: Any) -> Tran
 
 
 def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
-    """The transform of `torch_optimizer`, without its checks. Numbers in `params` may be 0-d tensors."""
+    """The transform of `torch_optimizer`, without its checks. Numbers in `params` may
+    be 0-d tensors.
+    """
     rates = [x for x in optree.tree_leaves(params) if isinstance(x, Tensor)]
 
     @cache
@@ -95,13 +107,17 @@ def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
     def init(param: Tensor) -> TorchState[Tensor]:
         trial = trial_state(param.dtype)
         tensors = {
-            name: torch.zeros_like(param, dtype=x.dtype) if x.ndim else x.new_zeros((), device=param.device)
+            name: torch.zeros_like(param, dtype=x.dtype)
+            if x.ndim
+            else x.new_zeros((), device=param.device)
             for name, x in trial.tensors.items()
         }
         numbers = {name: x.new_zeros((), device=param.device) for name, x in trial.numbers.items()}
         return TorchState(no_steps(param), tensors, numbers)
 
-    def update(grad: Tensor, param: Tensor, state: TorchState[Tensor]) -> tuple[Tensor, Tensor, TorchState[Tensor]]:
+    def update(
+        grad: Tensor, param: Tensor, state: TorchState[Tensor]
+    ) -> tuple[Tensor, Tensor, TorchState[Tensor]]:
         if not is_traced():
             return grad, *_step(cls, params, grad, param, state)
         leaves, treespec = optree.tree_flatten(state)
@@ -129,31 +145,48 @@ def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
 
 def _with_rates(params: dict[str, Any], rate: Any) -> dict[str, Any]:
     """The hyperparameters, with `rate` for each that is a tensor."""
-    replaced: dict[str, Any] = optree.tree_map(lambda x: rate if isinstance(x, Tensor) else x, params)
+    replaced: dict[str, Any] = optree.tree_map(
+        lambda x: rate if isinstance(x, Tensor) else x, params
+    )
     return replaced
 
 
 def _step(
-    cls: type[Optimizer], params: dict[str, Any], grad: Tensor, param: Tensor, state: TorchState[Tensor]
+    cls: type[Optimizer],
+    params: dict[str, Any],
+    grad: Tensor,
+    param: Tensor,
+    state: TorchState[Tensor],
 ) -> tuple[Tensor, TorchState[Tensor]]:
     """The parameter, written in place, and the state after a step of the class."""
     owned = torch.nn.Parameter(param)  # the same memory
     owned.grad = grad
-    optimizer = _make(cls, optree.tree_map(lambda x: x.item() if isinstance(x, Tensor) else x, params), owned)
-    if state.step:  # in the first step the class makes its state; on CUDA this test waits for the device
-        optimizer.state[owned] = {**state.tensors, **{name: x.item() for name, x in state.numbers.items()}}
+    optimizer = _make(
+        cls, optree.tree_map(lambda x: x.item() if isinstance(x, Tensor) else x, params), owned
+    )
+    # in the first step the class makes its state; on CUDA this test waits for the device
+    if state.step:
+        optimizer.state[owned] = {
+            **state.tensors,
+            **{name: x.item() for name, x in state.numbers.items()},
+        }
     optimizer.step()
     return param, _state_of(optimizer, owned, state.step.add_(1))
 
 
 _A_RATE = object()
 _IN_GRAPHS: list[tuple[type[Optimizer], dict[str, Any], optree.PyTreeSpec]] = []
-"""For each update in a graph: the class, its hyperparameters (`_A_RATE` stands for a tensor), and the tree of its state."""
+"""For each update in a graph: the class, its hyperparameters (`_A_RATE` stands for a
+tensor), and the tree of its state.
+"""
 
 
 @torch.library.custom_op("fzero::torch_optimizer", mutates_args=())
-def step_in_graph(grad: Tensor, param: Tensor, state: list[Tensor], rates: list[Tensor], index: int) -> list[Tensor]:
-    """The parameter and the leaves of the state after a step of `_IN_GRAPHS[index]`; the arguments do not change.
+def step_in_graph(
+    grad: Tensor, param: Tensor, state: list[Tensor], rates: list[Tensor], index: int
+) -> list[Tensor]:
+    """The parameter and the leaves of the state after a step of `_IN_GRAPHS[index]`;
+    the arguments do not change.
 
     Args:
         rates: the hyperparameters that are tensors, in order.
@@ -168,7 +201,9 @@ def step_in_graph(grad: Tensor, param: Tensor, state: list[Tensor], rates: list[
 
 
 @step_in_graph.register_fake
-def _(grad: Tensor, param: Tensor, state: list[Tensor], rates: list[Tensor], index: int) -> list[Tensor]:
+def _(
+    grad: Tensor, param: Tensor, state: list[Tensor], rates: list[Tensor], index: int
+) -> list[Tensor]:
     return [torch.empty_like(x) for x in (param, *state)]
 
 
@@ -178,12 +213,17 @@ def _(info: Any, in_dims: Any, *args: Any) -> tuple[list[Tensor], list[int]]:
 
     def at(index: int) -> list[Tensor]:
         chosen = optree.tree_map(
-            lambda x, dim: x if dim is None else x.select(dim, index), args, in_dims, none_is_leaf=True
+            lambda x, dim: x if dim is None else x.select(dim, index),
+            args,
+            in_dims,
+            none_is_leaf=True,
         )
         updated: list[Tensor] = step_in_graph(*chosen)
         return updated
 
-    stacked = [torch.stack(of_ranks) for of_ranks in zip(*map(at, range(info.batch_size)), strict=True)]
+    stacked = [
+        torch.stack(of_ranks) for of_ranks in zip(*map(at, range(info.batch_size)), strict=True)
+    ]
     return stacked, [0] * len(stacked)
 
 
@@ -197,34 +237,48 @@ def _state_of(optimizer: Optimizer, param: Tensor, step: Tensor) -> TorchState[T
     tensors, numbers = {}, {}
     for name, value in optimizer.state[param].items():
         if isinstance(value, bool | int | float):
-            numbers[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+            numbers[name] = torch.tensor(
+                value, dtype=torch.float64 if isinstance(value, float) else torch.int64
+            )
         elif isinstance(value, Tensor) and value.shape in ((), param.shape):
             tensors[name] = value.detach()
         else:
-            found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            found = (
+                f"a tensor of shape {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else type(value).__name__
+            )
             raise ValueError(
-                f"{type(optimizer).__name__}: its state may hold numbers, 0-d tensors and tensors of the parameter's shape "
-                f"{tuple(param.shape)}, but {name!r} is {found}; choose another class"
+                f"{type(optimizer).__name__}: its state may hold numbers, 0-d tensors and tensors "
+                f"of the parameter's shape {tuple(param.shape)}, but {name!r} is {found}; choose "
+                f"another class"
             )
     device = param.device
     return TorchState(
-        step, {n: x.to(device) for n, x in tensors.items()}, {n: x.to(device) for n, x in numbers.items()}
+        step,
+        {n: x.to(device) for n, x in tensors.items()},
+        {n: x.to(device) for n, x in numbers.items()},
     )
 
 
-def _trial(cls: type[Optimizer], params: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, list[TorchState[Tensor]]]:
+def _trial(
+    cls: type[Optimizer], params: dict[str, Any], dtype: torch.dtype
+) -> tuple[Tensor, list[TorchState[Tensor]]]:
     """The parameter after steps of one optimizer, and its state after each.
 
     Raises:
-        ValueError: the class does not accept these hyperparameters, or a dense gradient in one dim.
+        ValueError: the class does not accept these hyperparameters, or a dense gradient
+            in one dim.
     """
     param, grads = trial_tensors(dtype)
     owned, states = torch.nn.Parameter(param), []
     try:
         optimizer = _make(cls, params, owned)
-    except Exception as error:  # a class may raise any error for hyperparameters that it does not expect
+    except Exception as error:
+        # a class may raise any error for hyperparameters that it does not expect
         raise ValueError(
-            f"{cls.__name__}: does not take a flat tensor and {params}: {error}; change the parameters"
+            f"{cls.__name__}: does not take a flat tensor and {params}: {error}; change the "
+            f"parameters"
         ) from None
     with torch.random.fork_rng(devices=[]):
         for grad in grads:
@@ -233,21 +287,30 @@ def _trial(cls: type[Optimizer], params: dict[str, Any], dtype: torch.dtype) -> 
                 optimizer.step()
             except (RuntimeError, TypeError, AssertionError, ValueError) as error:
                 raise ValueError(
-                    f"{cls.__name__}: must step with the dense gradient of a flat tensor, and raised: {error}; choose another "
-                    f"class"
+                    f"{cls.__name__}: must step with the dense gradient of a flat tensor, and "
+                    f"raised: {error}; choose another class"
                 ) from None
-            states.append(optree.tree_map(torch.clone, _state_of(optimizer, owned, torch.zeros(()))))
+            states.append(
+                optree.tree_map(torch.clone, _state_of(optimizer, owned, torch.zeros(())))
+            )
     return owned.detach(), states
 
 
-def _check_keeps_to_its_state(cls: type[Optimizer], params: dict[str, Any], transform: Transform) -> None:
-    """Raises unless a new optimizer with the old one's state makes the same steps as the old one."""
+def _check_keeps_to_its_state(
+    cls: type[Optimizer], params: dict[str, Any], transform: Transform
+) -> None:
+    """Raises unless a new optimizer with the old one's state makes the same steps as
+    the old one.
+    """
     expected, states = _trial(cls, params, torch.float32)
-    kinds = [{name: (x.shape, x.dtype) for part in state[1:] for name, x in part.items()} for state in states]
+    kinds = [
+        {name: (x.shape, x.dtype) for part in state[1:] for name, x in part.items()}
+        for state in states
+    ]
     if any(kind != kinds[0] for kind in kinds):
         raise ValueError(
-            f"{cls.__name__}: its state must have the same names and shapes after every step, but changes from "
-            f"{sorted(kinds[0])} to {sorted(kinds[-1])}; choose another class"
+            f"{cls.__name__}: its state must have the same names and shapes after every step, but "
+            f"changes from {sorted(kinds[0])} to {sorted(kinds[-1])}; choose another class"
         )
     param, grads = trial_tensors(torch.float32)
     with torch.random.fork_rng(devices=[]):
@@ -256,6 +319,7 @@ def _check_keeps_to_its_state(cls: type[Optimizer], params: dict[str, Any], tran
             _, param, state = transform.update(grad.clone(), param, state)
     if not torch.equal(param, expected):
         raise ValueError(
-            f"{cls.__name__}: must keep everything in its `state`, but a new optimizer with the state of an old one makes other "
-            f"steps (it keeps something in its attributes or parameter groups, or draws random numbers); choose another class"
+            f"{cls.__name__}: must keep everything in its `state`, but a new optimizer with the "
+            f"state of an old one makes other steps (it keeps something in its attributes or "
+            f"parameter groups, or draws random numbers); choose another class"
         )

@@ -1,9 +1,12 @@
-"""Optimizers that need each parameter whole, as transforms of flat buffers: their state is on every rank, undivided.
+"""Optimizers that need each parameter whole, as transforms of flat buffers: their state
+is on every rank, undivided.
 
-Some classes keep state of other shapes than the parameter (row and column statistics, scales of blocks), or look at a full
-parameter. An update gathers parameters and gradients of a flat buffer, every rank runs the class on all of them, and keeps its
-shard of the result. This is correct for a class that treats parameters one by one, and it saves no memory of optimizer states:
-use it where no transform of `fzero.optim` does the same.
+Some classes keep state of other shapes than the parameter (row and column statistics,
+scales of blocks), or look at a full parameter. An update gathers parameters and
+gradients of a flat buffer, every rank runs the class on all of them, and keeps its
+shard of the result. This is correct for a class that treats parameters one by one, and
+it saves no memory of optimizer states: use it where no transform of `fzero.optim` does
+the same.
 """
 
 from __future__ import annotations
@@ -42,13 +45,15 @@ class WholeState(NamedTuple, Generic[Leaf]):
 
 @dataclass(frozen=True, slots=True)
 class WholeParams:
-    """A function of a learning rate and the contents of a flat tensor, which makes the transform of a class.
+    """A function of a learning rate and the contents of a flat tensor, which makes the
+    transform of a class.
 
     Attributes:
         cls: the class of the optimizer.
         arguments: its present hyper-parameters.
         blanks: the states of parameters that have been tried, by shape and dtype.
-        takes_contents: whether it takes the second argument; `UserTransform` reads this.
+        takes_contents: whether it takes the second argument; `UserTransform` reads
+            this.
     """
 
     cls: type[Optimizer]
@@ -57,7 +62,9 @@ class WholeParams:
     takes_contents: ClassVar[bool] = True
 
     def __call__(self, lr: Any, contents: ShardContents | None = None) -> Transform:
-        """The transform; without contents, that of a flat tensor of 32 elements, by which ranks compare optimizers."""
+        """The transform; without contents, that of a flat tensor of 32 elements, by
+        which ranks compare optimizers.
+        """
         given = dict(self.arguments())
         if "lr" in given:
             given["lr"] = float(lr)
@@ -66,14 +73,19 @@ class WholeParams:
 
 
 def whole_transform(
-    cls: type[Optimizer], params: Mapping[str, Any], contents: ShardContents, blanks: dict[Any, tuple[Values, Values]]
+    cls: type[Optimizer],
+    params: Mapping[str, Any],
+    contents: ShardContents,
+    blanks: dict[Any, tuple[Values, Values]],
 ) -> Transform:
-    """A class of optimizers as a transform of a flat tensor, which steps it on whole parameters.
+    """A class of optimizers as a transform of a flat tensor, which steps it on whole
+    parameters.
 
     *Collective:* an update gathers parameters and gradients, 2 · (W-1)/W · P elements.
 
     Args:
-        blanks: a cache, see `WholeParams`; a state's shapes do not depend on the values of `params`.
+        blanks: a cache, see `WholeParams`; a state's shapes do not depend on the values
+            of `params`.
     """
     layout = contents.layout
 
@@ -93,30 +105,45 @@ def whole_transform(
 
         found = blank(param.dtype)
         return WholeState(
-            no_steps(param), {n: zeros(x) for n, (x, _) in found.items()}, {n: zeros(x) for n, (_, x) in found.items()}
+            no_steps(param),
+            {n: zeros(x) for n, (x, _) in found.items()},
+            {n: zeros(x) for n, (_, x) in found.items()},
         )
 
-    def update(grad: Tensor, param: Tensor, state: WholeState[Tensor]) -> tuple[Tensor, Tensor, WholeState[Tensor]]:
+    def update(
+        grad: Tensor, param: Tensor, state: WholeState[Tensor]
+    ) -> tuple[Tensor, Tensor, WholeState[Tensor]]:
         full_param, full_grad = contents.join(param), contents.join(grad)
         tensors, numbers, fulls = {}, {}, {}
         for name, shape in zip(layout.names, layout.shapes, strict=True):
             start, stop = layout.bounds(name)
             full = fulls[name] = full_param[start:stop].view(shape)
             before = (state.tensors[name], state.numbers[name]) if state.step else None
-            tensors[name], numbers[name] = _step(cls, params, full, full_grad[start:stop].view(shape), before)
+            tensors[name], numbers[name] = _step(
+                cls, params, full, full_grad[start:stop].view(shape), before
+            )
         if full_param is not param:
             for part in contents.parts:
-                part.of(param).copy_(fulls[layout.names[part.index]].reshape(-1)[part.start : part.stop])
+                part.of(param).copy_(
+                    fulls[layout.names[part.index]].reshape(-1)[part.start : part.stop]
+                )
         return grad, param, WholeState(state.step.add_(1), tensors, numbers)
 
     def specs(param: TensorSpec) -> WholeState[TensorSpec]:
         count = step_spec(param)
 
         def of(values: Values) -> dict[str, TensorSpec]:
-            return {n: replace(count, shape=tuple(x.shape), dtype=dtype_name(x.dtype)) for n, x in values.items()}
+            return {
+                n: replace(count, shape=tuple(x.shape), dtype=dtype_name(x.dtype))
+                for n, x in values.items()
+            }
 
         found = blank(torch.float64 if param.dtype == "float64" else torch.float32)
-        return WholeState(count, {n: of(x) for n, (x, _) in found.items()}, {n: of(x) for n, (_, x) in found.items()})
+        return WholeState(
+            count,
+            {n: of(x) for n, (x, _) in found.items()},
+            {n: of(x) for n, (_, x) in found.items()},
+        )
 
     return Transform(init, update, specs)
 
@@ -135,9 +162,15 @@ def _blank_state(
 
 
 def _step(
-    cls: type[Optimizer], params: Mapping[str, Any], param: Tensor, grad: Tensor, before: tuple[Values, Values] | None
+    cls: type[Optimizer],
+    params: Mapping[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    before: tuple[Values, Values] | None,
 ) -> tuple[Values, Values]:
-    """Steps a new optimizer with the state `before` on one parameter, written in place; its tensors and numbers after."""
+    """Steps a new optimizer with the state `before` on one parameter, written in place;
+    its tensors and numbers after.
+    """
     owned = nn.Parameter(param)  # the same memory
     owned.grad = grad
     make: Any = cls  # the arguments differ between classes
@@ -154,11 +187,13 @@ def _split(cls: type[Optimizer], state: Mapping[str, Any]) -> tuple[Values, Valu
         if isinstance(value, Tensor):
             tensors[name] = value.detach()
         elif isinstance(value, bool | int | float):
-            numbers[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+            numbers[name] = torch.tensor(
+                value, dtype=torch.float64 if isinstance(value, float) else torch.int64
+            )
         else:
             raise ValueError(
-                f"{cls.__name__}: its state may hold tensors and numbers, and {name!r} is a {type(value).__name__}; choose "
-                f"another class"
+                f"{cls.__name__}: its state may hold tensors and numbers, and {name!r} is a "
+                f"{type(value).__name__}; choose another class"
             )
     return tensors, numbers
 
@@ -167,10 +202,11 @@ _TRIAL_SHAPES = ((6, 8), (5,), (3, 2, 4))
 
 
 def check_whole(cls: type[Optimizer], params: Mapping[str, Any]) -> None:
-    """Raises a ValueError unless the class treats parameters one by one and keeps everything in its `state`.
+    """Raises a ValueError unless the class treats parameters one by one and keeps
+    everything in its `state`.
 
-    Four steps of one optimizer with several parameters are compared with four new optimizers, each of which gets the state that
-    the one before it left.
+    Four steps of one optimizer with several parameters are compared with four new
+    optimizers, each of which gets the state that the one before it left.
     """
     generator = torch.Generator().manual_seed(0)
     starts = [torch.randn(shape, generator=generator) for shape in _TRIAL_SHAPES]
@@ -189,14 +225,14 @@ def check_whole(cls: type[Optimizer], params: Mapping[str, Any]) -> None:
                 state = _step(cls, params, param, of_step[index].clone(), state)
             if not torch.equal(param, owned[index].detach()):
                 raise ValueError(
-                    f"{cls.__name__}: must treat parameters one by one, and keep everything in its `state`, and does not; choose "
-                    f"another class"
+                    f"{cls.__name__}: must treat parameters one by one, and keep everything in its "
+                    f"`state`, and does not; choose another class"
                 )
 
 
 def check_shapes_do_not_matter(cls: type[Optimizer], params: Mapping[str, Any]) -> None:
-    """Raises a ValueError if a class updates a matrix in another way than the same elements as a flat tensor, as in a flat
-    buffer."""
+    """Raises a ValueError if a class updates a matrix in another way than the same
+    elements as a flat tensor, as in a flat buffer."""
     generator = torch.Generator().manual_seed(0)
     start, grads = torch.randn(6, 8, generator=generator), torch.randn(4, 6, 8, generator=generator)
     with torch.random.fork_rng(devices=[]):
@@ -209,5 +245,6 @@ def check_shapes_do_not_matter(cls: type[Optimizer], params: Mapping[str, Any]) 
             ends.append(param.flatten())
     if not torch.allclose(ends[0], ends[1], rtol=1e-6, atol=1e-7):
         raise ValueError(
-            f"{cls.__name__}: must update a matrix as it updates the same elements in one dim, and does not"
+            f"{cls.__name__}: must update a matrix as it updates the same elements in one dim, and "
+            f"does not"
         )

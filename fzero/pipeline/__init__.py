@@ -1,6 +1,8 @@
-"""Pipelines: orders of micro-batches as values, the partition of layers into stages, and models as lists of layers.
+"""Pipelines: orders of micro-batches as values, the partition of layers into stages,
+and models as lists of layers.
 
-May import: sharding to runtime. Begin with `fzero.pipeline.orders`, then `fzero.pipeline.module`.
+May import: sharding to runtime. Begin with `fzero.pipeline.orders`, then
+`fzero.pipeline.module`.
 """
 
 from typing import TYPE_CHECKING
@@ -8,8 +10,15 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
-    from fzero.pipeline.layers import LayerSpec as LayerSpec, StageLayers as StageLayers, TiedLayerSpec as TiedLayerSpec
-    from fzero.pipeline.module import PipelineError as PipelineError, PipelineModule as PipelineModule
+    from fzero.pipeline.layers import (
+        LayerSpec as LayerSpec,
+        StageLayers as StageLayers,
+        TiedLayerSpec as TiedLayerSpec,
+    )
+    from fzero.pipeline.module import (
+        PipelineError as PipelineError,
+        PipelineModule as PipelineModule,
+    )
     from fzero.pipeline.order_check import check_order as check_order, plan_order as plan_order
     from fzero.pipeline.orders import (
         ORDERS as ORDERS,
@@ -45,7 +54,10 @@ else:
             "layers": "LayerSpec StageLayers TiedLayerSpec",
             "module": "PipelineError PipelineModule",
             "order_check": "check_order plan_order",
-            "orders": "B F I ORDERS OrderError PipeEvent PipeOrder W forward_only gpipe interleaved one_f_one_b zero_bubble",
+            "orders": (
+                "B F I ORDERS OrderError PipeEvent PipeOrder W forward_only gpipe "
+                "interleaved one_f_one_b zero_bubble"
+            ),
             "partition": "LayerCost balanced partition_by_cost uniform",
             "pipeline": "Pipeline",
             "timeline": "PipelineTimeline chunk_costs predict",

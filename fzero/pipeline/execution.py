@@ -1,10 +1,14 @@
-"""`PipelineProgram`: runs the forwards and backwards of one stage in the order that a `PipeOrder` says.
+"""`PipelineProgram`: runs the forwards and backwards of one stage in the order that a
+`PipeOrder` says.
 
-A chunk is a run of layers. Its forward of a micro-batch begins with what the chunk before it has sent, and its backward with the
-gradients that the chunk after it sends back. Autograd's graph ends at both borders (`_Border`). All else is a step with gradient
-accumulation: each backward adds to the gradients of the state, and the last one of the stage reduces them.
+A chunk is a run of layers. Its forward of a micro-batch begins with what the chunk
+before it has sent, and its backward with the gradients that the chunk after it sends
+back. Autograd's graph ends at both borders (`_Border`). All else is a step with
+gradient accumulation: each backward adds to the gradients of the state, and the last
+one of the stage reduces them.
 
-Random numbers are keyed (`fzero.pipeline.seeds`), so that dropout does not depend on the number of stages.
+Random numbers are keyed (`fzero.pipeline.seeds`), so that dropout does not depend on
+the number of stages.
 
 Shape letters: A micro-batches, W ranks along "data".
 """
@@ -45,23 +49,28 @@ from fzero.transforms.checkpointing import Site, checkpointed, host_moves, slots
 State = TrainState[Tensor]
 Call = Callable[[Any], Any]
 Blocks = Callable[[int, int], Sequence[tuple[int, int, bool]]]
-"""From the bounds of a chunk to its blocks: first layer, last layer + 1, and whether the backward runs the block again."""
+"""From the bounds of a chunk to its blocks: first layer, last layer + 1, and whether
+the backward runs the block again.
+"""
 _LOSSES = Label("loss_stats", phase="boundary")
 
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """The forwards and backwards of one stage; a `fzero.runtime.programs.Program` of its runtime.
+    """The forwards and backwards of one stage; a `fzero.runtime.programs.Program` of
+    its runtime.
 
     Attributes:
         model: this stage's layers.
         bounds: the bounds of all chunks.
         order: the order of all stages.
         evaluation: the order of so many micro-batches without gradients.
-        loss_fn: the function of the last layer's output and the labels; None where the output is the loss.
+        loss_fn: the function of the last layer's output and the labels; None where the
+            output is the loss.
         blocks: the parts of a chunk that are checkpointed.
         mailbox: carries the messages of this stage.
-        last_loss: the result of `loss_fn` for the micro-batch that ran last, without its graph; empty where none has run here.
+        last_loss: the result of `loss_fn` for the micro-batch that ran last, without
+            its graph; empty where none has run here.
     """
 
     model: StageLayers
@@ -75,7 +84,9 @@ class PipelineProgram:
     is_graph: ClassVar[bool] = False
 
     def split(self, run: StepRuntime, state: State, batch: Any) -> list[Any]:
-        """This rank's micro-batches, once all ranks have theirs. *Collective:* every rank of the job; sends three numbers."""
+        """This rank's micro-batches, once all ranks have theirs. *Collective:* every
+        rank of the job; sends three numbers.
+        """
         return stages_of(run).agreed(state, batch, lambda given: list(run.batches.split(given)))
 
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
@@ -97,7 +108,8 @@ class PipelineProgram:
         return collected._replace(loss_stats=stats_AW4, is_sum=bool(stats_AW4[0, 0, 1] >= 0))
 
     def evaluate(self, run: StepRuntime, state: State, batch: Any) -> Tensor:
-        """The mean loss of one (inputs, labels), or of as many micro-batches as a step takes from an iterator, without gradients.
+        """The mean loss of one (inputs, labels), or of as many micro-batches as a step
+        takes from an iterator, without gradients.
 
         *Collective:* every rank.
         """
@@ -109,19 +121,36 @@ class PipelineProgram:
 
     def mean_loss(self, run: StepRuntime, passes: Passes, num_micro_batches: int) -> Tensor:
         """The mean of the losses of all ranks. *Collective:* every rank."""
-        stages, none = stages_of(run), torch.zeros((num_micro_batches, 2), dtype=torch.float64, device=run.device)
+        stages, none = (
+            stages_of(run),
+            torch.zeros((num_micro_batches, 2), dtype=torch.float64, device=run.device),
+        )
         own_A2 = torch.stack(passes.losses) if passes.losses else none
         rows_A2 = collectives.stack(own_A2, stages.axis, label=_LOSSES)[-1]
-        rows_M2 = collectives.stack(rows_A2, run.mesh.world, label=_LOSSES).transpose(0, 1).flatten(0, 1)
+        rows_M2 = (
+            collectives.stack(rows_A2, run.mesh.world, label=_LOSSES).transpose(0, 1).flatten(0, 1)
+        )
         return mean_of(rows_M2, is_sum=bool(rows_M2[0, 1] >= 0))[0].float()
 
     def outputs(
-        self, run: StepRuntime, state: State, micro_batches: list[Any], *, computes_loss: bool = True
+        self,
+        run: StepRuntime,
+        state: State,
+        micro_batches: list[Any],
+        *,
+        computes_loss: bool = True,
     ) -> Passes:
-        """Runs forwards alone, in evaluation mode. On the last stage the result has the outputs and the losses of this rank."""
+        """Runs forwards alone, in evaluation mode. On the last stage the result has the
+        outputs and the losses of this rank.
+        """
         modes = [(module, module.training) for module in self.model.modules()]
         try:
-            with self._sending(), torch.no_grad(), random_state(state.rng, run.device), keyed(run.device) as seeds:
+            with (
+                self._sending(),
+                torch.no_grad(),
+                random_state(state.rng, run.device),
+                keyed(run.device) as seeds,
+            ):
                 passes = Passes(self, run, micro_batches, seeds, computes_loss)
                 with inspecting(run, state, "evaluate"):
                     self.model.eval()
@@ -137,7 +166,9 @@ class PipelineProgram:
 
     def observed(self, observe: Callable[[CommRecord], None]) -> PipelineProgram:
         """The same program, whose messages are also reported to `observe`."""
-        return replace(self, mailbox=replace(self.mailbox, ways=self.mailbox.ways.observed(observe)))
+        return replace(
+            self, mailbox=replace(self.mailbox, ways=self.mailbox.ways.observed(observe))
+        )
 
     def _execute(self, passes: Passes, run: StepRuntime, order: PipeOrder) -> None:
         events = order.events[stages_of(run).stage]
@@ -165,13 +196,16 @@ def message_of(order: PipeOrder, event: PipeEvent) -> Message:
     """The message that an event sends or receives."""
     is_output = event.kind in ("send_output", "receive_input")
     chunk = event.chunk - (event.kind in ("receive_input", "send_gradient"))
-    return Message(Route("output" if is_output else "gradient", chunk), event.micro_batch, order.peer(event))
+    return Message(
+        Route("output" if is_output else "gradient", chunk), event.micro_batch, order.peer(event)
+    )
 
 
 @lru_cache
 def expected_of(order: PipeOrder, stage: int) -> tuple[Expected, ...]:
     """The messages that a stage will receive, in order."""
-    num_received = dict[Message, int]()  # per message of a peer: its receives from this stage before it
+    # per message of a peer: its receives from this stage before it
+    num_received = dict[Message, int]()
     for peer, events in enumerate(order.events):
         count = 0
         for event in events if peer != stage else ():
@@ -181,7 +215,11 @@ def expected_of(order: PipeOrder, stage: int) -> tuple[Expected, ...]:
                 count += 1
             else:
                 num_received[message_of(order, event)._replace(peer=peer)] = count
-    received = (message_of(order, event) for event in order.events[stage] if event.kind.startswith("receive"))
+    received = (
+        message_of(order, event)
+        for event in order.events[stage]
+        if event.kind.startswith("receive")
+    )
     return tuple(Expected(message, num_received[message]) for message in received)
 
 
@@ -195,8 +233,13 @@ class Passes:
     """
 
     def __init__(
-        self, program: PipelineProgram, run: StepRuntime, micro_batches: list[Any], seeds: StepSeeds, computes_loss: bool = True
-    ) -> None:  # fmt: skip
+        self,
+        program: PipelineProgram,
+        run: StepRuntime,
+        micro_batches: list[Any],
+        seeds: StepSeeds,
+        computes_loss: bool = True,
+    ) -> None:
         self.program, self.run, self.micro_batches, self.seeds = program, run, micro_batches, seeds
         self.order, self.mailbox, self.computes_loss = program.order, program.mailbox, computes_loss
         self.last_chunk = len(program.bounds) - 2
@@ -205,14 +248,20 @@ class Passes:
         self.results: list[Any] = []
         self.losses: list[Tensor] = []
         self.do: dict[str, Callable[[PipeEvent], None]] = {
-            "forward": self.forward, "receive_input": self.receive_input, "send_output": self.send_output,
-        }  # fmt: skip
+            "forward": self.forward,
+            "receive_input": self.receive_input,
+            "send_output": self.send_output,
+        }
 
     def receive_input(self, event: PipeEvent) -> None:
-        self.inputs[event.chunk, event.micro_batch] = self.mailbox.receive(message_of(self.order, event))
+        self.inputs[event.chunk, event.micro_batch] = self.mailbox.receive(
+            message_of(self.order, event)
+        )
 
     def send_output(self, event: PipeEvent) -> None:
-        self.mailbox.send(message_of(self.order, event), self.outgoing.pop((event.chunk, event.micro_batch)))
+        self.mailbox.send(
+            message_of(self.order, event), self.outgoing.pop((event.chunk, event.micro_batch))
+        )
 
     def forward(self, event: PipeEvent) -> None:
         chunk, number = event.chunk, event.micro_batch
@@ -233,13 +282,17 @@ class Passes:
         return self.run.batches.cast(self.micro_batches[number][0])
 
     def _hand_on(self, chunk: int, number: int, out: Any) -> None:
-        """Keeps a chunk's output for the message to the next chunk, or for that chunk itself."""
+        """Keeps a chunk's output for the message to the next chunk, or for that chunk
+        itself.
+        """
         if self.order.stage_of[chunk] == self.order.stage_of[chunk + 1]:
             self.inputs[chunk + 1, number] = Received.copied(out)
         else:
             self.outgoing[chunk, number] = out
 
-    def _forward(self, chunk: int, number: int, x: Any) -> tuple[Any, tuple[Tensor, Tensor | None] | None]:
+    def _forward(
+        self, chunk: int, number: int, x: Any
+    ) -> tuple[Any, tuple[Tensor, Tensor | None] | None]:
         """A chunk's output; and for the last chunk the loss, with its weight."""
         start, stop = self.program.bounds[chunk : chunk + 2]
         dtype = self.run.autocast
@@ -250,9 +303,13 @@ class Passes:
         self.seeds.key(stop, number)
         labels, loss_fn = self.run.batches.cast(self.micro_batches[number][1]), self.program.loss_fn
         loss = loss_of(
-            self.program.model, lambda model, batch: x if loss_fn is None else loss_fn(x, labels), None,
-            reduces_by_sum=not self.run.rules.loss.is_mean, autocast=dtype, device=self.run.device.type,
-        )  # fmt: skip
+            self.program.model,
+            lambda model, batch: x if loss_fn is None else loss_fn(x, labels),
+            None,
+            reduces_by_sum=not self.run.rules.loss.is_mean,
+            autocast=dtype,
+            device=self.run.device.type,
+        )
         self.program.last_loss[:] = [loss[0].detach()]
         return x, loss
 
@@ -271,7 +328,8 @@ class _Open(NamedTuple):
 
     Attributes:
         visits: the units that it used.
-        roots: where its backward begins: the loss, or the outputs that require gradients.
+        roots: where its backward begins: the loss, or the outputs that require
+            gradients.
         inputs: the inputs that require a gradient, as outputs of their `_Border`.
         input_grads: receives their gradients.
         loss: the loss, with its weight; of the last chunk only.
@@ -289,12 +347,18 @@ class _Training(Passes):
 
     Attributes:
         window: the accumulation window.
-        rows: the backwards of which the loss statistics count: those of the last chunk; on other stages, as many.
+        rows: the backwards of which the loss statistics count: those of the last chunk;
+            on other stages, as many.
     """
 
     def __init__(
-        self, program: PipelineProgram, run: StepRuntime, micro_batches: list[Any], seeds: StepSeeds, window: AccumulationWindow
-    ) -> None:  # fmt: skip
+        self,
+        program: PipelineProgram,
+        run: StepRuntime,
+        micro_batches: list[Any],
+        seeds: StepSeeds,
+        window: AccumulationWindow,
+    ) -> None:
         super().__init__(program, run, micro_batches, seeds)
         self.window, self.rows = window, list[int]()
         self.anchor = torch.empty(0, device=run.device, requires_grad=True)
@@ -306,24 +370,35 @@ class _Training(Passes):
         own = program.order.events[stages_of(run).stage]
         self.num_left = sum(event.kind in ("backward", "backward_weight") for event in own)
         self.do |= {
-            "backward": self.backward, "backward_input": self.backward_input, "backward_weight": self.backward_weight,
-            "receive_gradient": self.receive_gradient, "send_gradient": self.send_gradient,
-        }  # fmt: skip
+            "backward": self.backward,
+            "backward_input": self.backward_input,
+            "backward_weight": self.backward_weight,
+            "receive_gradient": self.receive_gradient,
+            "send_gradient": self.send_gradient,
+        }
 
-    # --- forwards -------------------------------------------------------------------------------------------------
+    # --- forwards ---------------------------------------------------------------------------------
 
     def forward(self, event: PipeEvent) -> None:
         chunk, number = event.chunk, event.micro_batch
         grads: list[Tensor | None] = []
         inputs: list[GradientEdge] = []
-        x = self._first(number) if chunk == 0 else self._attached(self.inputs.pop((chunk, number)), grads, inputs)
+        x = (
+            self._first(number)
+            if chunk == 0
+            else self._attached(self.inputs.pop((chunk, number)), grads, inputs)
+        )
         kind = "train" if self.order.num_chunks == self.order.stages else f"chunk {chunk}"
-        out, loss = phases.forward(self.run, self.window, partial(self._forward, chunk, number, x), kind=kind)
+        out, loss = phases.forward(
+            self.run, self.window, partial(self._forward, chunk, number, x), kind=kind
+        )
         forwards = self.window.work.forwards
         visits = {forwards.last_index: forwards.last.visits}
         if loss is not None:
             self.is_sum = loss[1] is not None
-            self.opened[chunk, number] = _Open(visits, [loss[0]], inputs, grads, (loss[0].detach(), loss[1]))
+            self.opened[chunk, number] = _Open(
+                visits, [loss[0]], inputs, grads, (loss[0].detach(), loss[1])
+            )
             return
         roots = [
             get_gradient_edge(x) for x in tensors_in(out) if x.requires_grad
@@ -331,8 +406,11 @@ class _Training(Passes):
         self.opened[chunk, number] = _Open(visits, roots, inputs, grads, None)
         self._hand_on(chunk, number, out)
 
-    def _attached(self, received: Received, grads: list[Tensor | None], inputs: list[GradientEdge]) -> Any:
-        """The input of a chunk, whose graph begins at the tensors that require a gradient.
+    def _attached(
+        self, received: Received, grads: list[Tensor | None], inputs: list[GradientEdge]
+    ) -> Any:
+        """The input of a chunk, whose graph begins at the tensors that require a
+        gradient.
 
         Args:
             grads: will receive their gradients in the backward.
@@ -347,30 +425,47 @@ class _Training(Passes):
         inputs.extend([GradientEdge(x.grad_fn, x.output_nr) for x in of_border])  # type: ignore[arg-type]
         attached = iter(of_border)
         return received.filled(
-            [next(attached) if wanted else x for x, wanted in zip(received.tensors, wants, strict=True)]
+            [
+                next(attached) if wanted else x
+                for x, wanted in zip(received.tensors, wants, strict=True)
+            ]
         )
 
     def _through(self, start: int, stop: int, number: int, x: Any) -> Any:
         for first, last, runs_again in self.program.blocks(start, stop):
             block = partial(self._layers, first, last, number)
-            x = checkpointed(self._site(f"layers {first} to {last - 1}", block))(x) if runs_again else block(x)
+            x = (
+                checkpointed(self._site(f"layers {first} to {last - 1}", block))(x)
+                if runs_again
+                else block(x)
+            )
         return x
 
     def _site(self, name: str, block: Call) -> Site:
         run = self.run
         slots = slots_of(self.program.model, "", run.plan.aliases)
-        moves = host_moves(run.device) if run.spec.cfg.activation_checkpointing.cpu_checkpointing else None
+        moves = (
+            host_moves(run.device)
+            if run.spec.cfg.activation_checkpointing.cpu_checkpointing
+            else None
+        )
         again = partial(recomputing, self.window.work)
-        return Site(name, block, slots, run.learned.moving_buffers, moves, again, self.anchor.detach())
+        return Site(
+            name, block, slots, run.learned.moving_buffers, moves, again, self.anchor.detach()
+        )
 
-    # --- backwards ------------------------------------------------------------------------------------------------
+    # --- backwards --------------------------------------------------------------------------------
 
     def receive_gradient(self, event: PipeEvent) -> None:
         received = self.mailbox.receive(message_of(self.order, event))
-        self.is_sum, *self.output_grads[event.chunk, event.micro_batch] = received.filled(received.tensors)
+        self.is_sum, *self.output_grads[event.chunk, event.micro_batch] = received.filled(
+            received.tensors
+        )
 
     def send_gradient(self, event: PipeEvent) -> None:
-        self.mailbox.send(message_of(self.order, event), self.outgoing.pop((event.chunk, event.micro_batch)))
+        self.mailbox.send(
+            message_of(self.order, event), self.outgoing.pop((event.chunk, event.micro_batch))
+        )
 
     def backward(self, event: PipeEvent) -> None:
         chunk, number = event.chunk, event.micro_batch
@@ -382,15 +477,21 @@ class _Training(Passes):
         self._return(chunk, number, opened)
 
     def backward_input(self, event: PipeEvent) -> None:
-        """The part of a backward that the stage before waits for: the gradients of a chunk's inputs."""
+        """The part of a backward that the stage before waits for: the gradients of a
+        chunk's inputs.
+        """
         chunk, number = event.chunk, event.micro_batch
         opened = self.opened[chunk, number]
         roots, grads = self._roots(chunk, number, opened)
         if not (roots and opened.inputs):
-            self.waiting[chunk, number] = partial(torch.autograd.backward, roots, grads) if roots else lambda: None
+            self.waiting[chunk, number] = (
+                partial(torch.autograd.backward, roots, grads) if roots else lambda: None
+            )
         else:
             with phases.bound_to(self.run, self.window, lambda: (number,)):
-                opened.input_grads[:], self.waiting[chunk, number] = cut_backward(roots, grads, opened.inputs)
+                opened.input_grads[:], self.waiting[chunk, number] = cut_backward(
+                    roots, grads, opened.inputs
+                )
         self._return(chunk, number, opened)
 
     def backward_weight(self, event: PipeEvent) -> None:
@@ -405,23 +506,36 @@ class _Training(Passes):
         if opened.loss is not None:
             return [phases.scaled_loss(self.run, self.window, opened.roots[0])], [None]
         grads = self.output_grads.pop((chunk, number))
-        found = [(root, grad) for root, grad in zip(opened.roots, grads, strict=True) if grad is not None]
+        found = [
+            (root, grad) for root, grad in zip(opened.roots, grads, strict=True) if grad is not None
+        ]
         return [root for root, _ in found], [grad for _, grad in found]
 
     @contextmanager
     def _going_back(self, chunk: int, opened: _Open) -> Iterator[None]:
         self.num_left -= 1
-        # Other stages than the last one know no loss; `Stages.loss_stats` gives them that of the last.
+        # Other stages than the last one know no loss; `Stages.loss_stats` gives them that of the
+        # last.
         loss, weight = opened.loss or (self.no_loss, None)
-        # A mean is divided here, at the parameters. A sum is divided in the update, when all weights are known.
+        # A mean is divided here, at the parameters. A sum is divided in the update, when all
+        # weights are known.
         num_parts = 1 if self.is_sum else len(self.micro_batches)
         with phases.going_back(
-            self.run, self.window, opened.visits, loss, weight=weight, num_parts=num_parts, is_last=self.num_left == 0,
+            self.run,
+            self.window,
+            opened.visits,
+            loss,
+            weight=weight,
+            num_parts=num_parts,
+            is_last=self.num_left == 0,
             needs_grads=False,
-        ) as after:  # fmt: skip
+        ) as after:
             yield
         (self.window,) = after
-        counts = chunk == self.last_chunk or self.order.stage_of[self.last_chunk] != stages_of(self.run).stage
+        counts = (
+            chunk == self.last_chunk
+            or self.order.stage_of[self.last_chunk] != stages_of(self.run).stage
+        )
         if counts and len(self.rows) < len(self.micro_batches):
             self.rows.append(len(self.window.loss_stats) - 1)
 
@@ -436,10 +550,14 @@ class _Training(Passes):
 
 
 class _Border(torch.autograd.Function):
-    """The tensors that a chunk gets from the one before it, as outputs of a node, whose backward keeps their gradients."""
+    """The tensors that a chunk gets from the one before it, as outputs of a node, whose
+    backward keeps their gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor], grads: list[Tensor | None]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, tensors: list[Tensor], grads: list[Tensor | None]
+    ) -> tuple[Tensor, ...]:
         ctx.kept = grads
         ctx.set_materialize_grads(False)
         return tuple(tensors)

@@ -1,11 +1,15 @@
-"""Messages between pipeline stages: any tree of tensors, whose shapes may change from one micro-batch to the next.
+"""Messages between pipeline stages: any tree of tensors, whose shapes may change from
+one micro-batch to the next.
 
-A message is one block of bytes: its sizes, the form of the tree, and the tensors one after the other. Both sides know how long
-the last message of a kind (`Route`) was, and the next one is sent with that length, so that its receive can start before it is
-sent. If it does not fit, the sizes in this block give the length of a second block, which holds the whole message.
+A message is one block of bytes: its sizes, the form of the tree, and the tensors one
+after the other. Both sides know how long the last message of a kind (`Route`) was, and
+the next one is sent with that length, so that its receive can start before it is sent.
+If it does not fit, the sizes in this block give the length of a second block, which
+holds the whole message.
 
-Sends are asynchronous. Receives are started in the order in which the other side sends, one ahead for each peer. A block that
-was sent is freed when a message comes that the peer has sent after it had received that block: both sides know the order.
+Sends are asynchronous. Receives are started in the order in which the other side sends,
+one ahead for each peer. A block that was sent is freed when a message comes that the
+peer has sent after it had received that block: both sides know the order.
 """
 
 from __future__ import annotations
@@ -30,14 +34,17 @@ FIRST = 4096
 """The bytes of the first message of a route."""
 _ALIGNED = 64
 _NUM_SIZES, _SIZES = 8, Struct("=3q")
-"""The 64-bit numbers at the start of a block: bytes of the message, bytes of its form, number of the micro-batch; then zeros."""
+"""The 64-bit numbers at the start of a block: bytes of the message, bytes of its form,
+number of the micro-batch; then zeros.
+"""
 
 
 class Route(NamedTuple):
     """The messages of one kind, which are of about one size.
 
     Attributes:
-        content: `"output"` of a chunk, sent to the next chunk; or `"gradient"` of a chunk's output, sent back to it.
+        content: `"output"` of a chunk, sent to the next chunk; or `"gradient"` of a
+            chunk's output, sent back to it.
         chunk: the number of the chunk whose output it is.
     """
 
@@ -54,7 +61,10 @@ class Message(NamedTuple):
 
     def label(self, verb: str) -> Label:
         route = self.route
-        what = f"{route.content} of chunk {route.chunk}, micro-batch {self.micro_batch}, {verb} stage {self.peer}"
+        what = (
+            f"{route.content} of chunk {route.chunk}, micro-batch {self.micro_batch}, {verb} "
+            f"stage {self.peer}"
+        )
         return Label("stages", what, "forward" if route.content == "output" else "backward")
 
 
@@ -75,7 +85,9 @@ class TensorForm(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A message that has arrived: its tensors, in memory of their own, and the tree that they are in."""
+    """A message that has arrived: its tensors, in memory of their own, and the tree
+    that they are in.
+    """
 
     tensors: list[Tensor]
     requires_grad: list[bool]
@@ -83,7 +95,9 @@ class Received(NamedTuple):
 
     @classmethod
     def copied(cls, tree: Any) -> Received:
-        """A tree for another chunk of the same stage, which may change its tensors in place."""
+        """A tree for another chunk of the same stage, which may change its tensors in
+        place.
+        """
         tensors: list[Tensor] = []
         form = _form_of(tree, tensors, 0)
         return cls([x.detach().clone() for x in tensors], [x.requires_grad for x in tensors], form)
@@ -95,12 +109,15 @@ class Received(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """The ranks of all stages, for messages to a later stage (`up`) and to an earlier one (`down`).
+    """The ranks of all stages, for messages to a later stage (`up`) and to an earlier
+    one (`down`).
 
-    Each direction has a process group of its own. On NCCL, which runs what two ranks do with each other in the order in which it
-    was started, a rank only sends to another in such a group or only receives, in the order that `check_order` proves for both
-    sides. On gloo, whose own thread tries again and again to read while another thread sends on the same connection, that thread
-    does not take the processor from the one that sends.
+    Each direction has a process group of its own. On NCCL, which runs what two ranks do
+    with each other in the order in which it was started, a rank only sends to another
+    in such a group or only receives, in the order that `check_order` proves for both
+    sides. On gloo, whose own thread tries again and again to read while another thread
+    sends on the same connection, that thread does not take the processor from the one
+    that sends.
     """
 
     up: RankAxis
@@ -120,7 +137,9 @@ class Ways:
 
 
 class Expected(NamedTuple):
-    """A message that a rank will receive, and how many messages of this rank its peer has received when it sends it."""
+    """A message that a rank will receive, and how many messages of this rank its peer
+    has received when it sends it.
+    """
 
     message: Message
     num_received: int
@@ -131,7 +150,8 @@ class Mailbox:
     """The messages of one rank with the stages before and after it.
 
     Attributes:
-        ways: the ranks with the same place in the other axes of the mesh, one for each stage.
+        ways: the ranks with the same place in the other axes of the mesh, one for each
+            stage.
         device: the device of the tensors.
     """
 
@@ -139,7 +159,9 @@ class Mailbox:
     device: torch.device
     _sent_nbytes: dict[Route, int] = field(default_factory=dict)
     _received_nbytes: dict[Route, int] = field(default_factory=dict)
-    _sending: defaultdict[int, deque[list[Pending]]] = field(default_factory=lambda: defaultdict(deque))
+    _sending: defaultdict[int, deque[list[Pending]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
     """By peer, the messages that it may not have received yet."""
     _num_received: Counter[int] = field(default_factory=Counter)
     """By peer, the messages that it has received for sure."""
@@ -147,10 +169,14 @@ class Mailbox:
     _coming: dict[int, tuple[Expected, Pending]] = field(default_factory=dict)
     _forms: dict[bytes, Any] = field(default_factory=dict)
     _heads: dict[Route, tuple[Any, int, int, Tensor]] = field(default_factory=dict)
-    """By route, the form of the last message that was sent, and what `_head` made of it."""
+    """By route, the form of the last message that was sent, and what `_head` made of
+    it.
+    """
 
     def expect(self, messages: Sequence[Expected]) -> None:
-        """Names the messages that this rank will receive, each peer's in the order in which that stage sends them."""
+        """Names the messages that this rank will receive, each peer's in the order in
+        which that stage sends them.
+        """
         self._num_received.clear()
         for expected in messages:
             self._expected[expected.message.peer].append(expected)
@@ -194,10 +220,14 @@ class Mailbox:
         if nbytes > usual or not (usual == FIRST or usual <= 2 * nbytes):
             block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             label = message.label("from")
-            block = collectives.start_receive(block, message.peer, self.ways.of(message.peer), label=label).wait()
+            block = collectives.start_receive(
+                block, message.peer, self.ways.of(message.peer), label=label
+            ).wait()
             head = _bytes_of(block[:FIRST])
             self._received_nbytes[message.route] = max(nbytes, FIRST)
-        assert micro_batch == message.micro_batch, f"stage {message.peer} sent micro-batch {micro_batch}: {message}"
+        assert micro_batch == message.micro_batch, (
+            f"stage {message.peer} sent micro-batch {micro_batch}: {message}"
+        )
         self._start_next(message.peer)
         stop = 8 * _NUM_SIZES + numel
         content = (head if stop <= FIRST else _bytes_of(block[:stop]))[8 * _NUM_SIZES : stop]
@@ -216,22 +246,38 @@ class Mailbox:
 
     def abandon(self) -> list[Pending]:
         """Forgets everything after an error; returns what was under way."""
-        left = [pending for messages in self._sending.values() for started in messages for pending in started]
+        left = [
+            pending
+            for messages in self._sending.values()
+            for started in messages
+            for pending in started
+        ]
         left += [pending for _, pending in self._coming.values()]
         self._sending.clear()
         self._coming.clear()
         self._expected.clear()
         return left
 
-    def _head(self, message: Message, form: tuple[Any, list[TensorForm]]) -> tuple[int, int, Tensor]:
-        """Where the tensors of a message begin, its bytes, and the start of its block: sizes and form (uint8, on the CPU)."""
+    def _head(
+        self, message: Message, form: tuple[Any, list[TensorForm]]
+    ) -> tuple[int, int, Tensor]:
+        """Where the tensors of a message begin, its bytes, and the start of its block:
+        sizes and form (uint8, on the CPU).
+        """
         known = self._heads.get(message.route)
         if known is None or known[0] != form:
             packed = pack((form[0], [tuple(one) for one in form[1]]))
             start = _aligned(8 * _NUM_SIZES + len(packed))
             nbytes = start + sum(_aligned(one.nbytes) for one in form[1])
-            sizes = _SIZES.pack(nbytes, len(packed), message.micro_batch).ljust(8 * _NUM_SIZES, b"\0")
-            known = form, start, nbytes, torch.frombuffer(bytearray(sizes + packed), dtype=torch.uint8)
+            sizes = _SIZES.pack(nbytes, len(packed), message.micro_batch).ljust(
+                8 * _NUM_SIZES, b"\0"
+            )
+            known = (
+                form,
+                start,
+                nbytes,
+                torch.frombuffer(bytearray(sizes + packed), dtype=torch.uint8),
+            )
             self._heads[message.route] = known
         _, start, nbytes, head = known
         head[: 8 * _NUM_SIZES].view(torch.int64)[2] = message.micro_batch
@@ -249,7 +295,10 @@ class Mailbox:
             numel = self._received_nbytes.get(expected.message.route, FIRST)
             block = torch.empty(numel, dtype=torch.uint8, device=self.device)
             label = expected.message.label("from")
-            self._coming[peer] = expected, collectives.start_receive(block, peer, self.ways.of(peer), label=label)
+            self._coming[peer] = (
+                expected,
+                collectives.start_receive(block, peer, self.ways.of(peer), label=label),
+            )
 
 
 def _bytes_of(x: Tensor) -> bytes:
@@ -274,18 +323,23 @@ def _aligned(nbytes: int) -> int:
 
 
 def _tensors_in(block: Tensor, start: int, forms: Sequence[TensorForm]) -> list[Tensor]:
-    """Tensors whose memory is a part of the block. (They are no views, so that a layer may change them in place.)"""
+    """Tensors whose memory is a part of the block. (They are no views, so that a layer
+    may change them in place.)
+    """
     found = []
     for one in forms:
         dtype = torch_dtype(one.dtype)
         x = torch.empty(0, dtype=dtype, device=block.device)
-        found.append(x.set_(block.untyped_storage(), start // dtype.itemsize, one.shape, one.stride))
+        found.append(
+            x.set_(block.untyped_storage(), start // dtype.itemsize, one.shape, one.stride)
+        )
         start += _aligned(one.nbytes)
     return found
 
 
 def _tensor_form(x: Tensor) -> TensorForm:
-    stride = x.stride() if x.is_contiguous() else torch.empty_like(x, device="meta").stride()  # without gaps
+    # without gaps
+    stride = x.stride() if x.is_contiguous() else torch.empty_like(x, device="meta").stride()
     return TensorForm(dtype_name(x.dtype), tuple(x.shape), tuple(stride), x.requires_grad)
 
 
@@ -294,8 +348,8 @@ def _form_of(tree: Any, tensors: list[Tensor], chunk: int) -> Any:
     if isinstance(tree, Tensor):
         if tree.layout != torch.strided:
             raise ValueError(
-                f"pipeline: a layer must give dense tensors to the next stage, got layout {tree.layout} from chunk {chunk}; call "
-                f"to_dense() in that layer"
+                f"pipeline: a layer must give dense tensors to the next stage, got layout "
+                f"{tree.layout} from chunk {chunk}; call to_dense() in that layer"
             )
         tensors.append(tree)
         return "tensor"
@@ -306,8 +360,9 @@ def _form_of(tree: Any, tensors: list[Tensor], chunk: int) -> Any:
     if type(tree) is dict and all(type(key) in (str, int) for key in tree):
         return ("dict", {key: _form_of(x, tensors, chunk) for key, x in tree.items()})
     raise ValueError(
-        f"pipeline: a layer must give tensors to the next stage, or tuples, lists and dicts of tensors and numbers, got a "
-        f"{type(tree).__name__} in the output of chunk {chunk}; return such values from its last layer"
+        f"pipeline: a layer must give tensors to the next stage, or tuples, lists and dicts of "
+        f"tensors and numbers, got a {type(tree).__name__} in the output of chunk {chunk}; return "
+        f"such values from its last layer"
     )
 
 

@@ -1,6 +1,8 @@
-"""The checker of pipeline orders: proves, without running anything, that an order cannot hang and does what it declares.
+"""The checker of pipeline orders: proves, without running anything, that an order
+cannot hang and does what it declares.
 
-`check_order` states its rules. `plan_order` makes an order: it calls the function, adds sends and receives, and checks.
+`check_order` states its rules. `plan_order` makes an order: it calls the function, adds
+sends and receives, and checks.
 """
 
 from __future__ import annotations
@@ -30,14 +32,16 @@ def plan_order(order: Order | str, stages: int, micro_batches: int) -> PipeOrder
     """The checked order of a pipeline, with sends and receives.
 
     Args:
-        order: a name ("gpipe", "1f1b", "zero_bubble", "interleaved:2"), one of fzero's orders, or your own function of the
-            numbers of stages and micro-batches. It returns the events of each stage: F, B, I and W alone, or sends and receives
+        order: a name ("gpipe", "1f1b", "zero_bubble", "interleaved:2"), one of fzero's
+            orders, or your own function of the numbers of stages and micro-batches. It
+            returns the events of each stage: F, B, I and W alone, or sends and receives
             too. The stage whose events name a chunk holds it.
         stages: p.
         micro_batches: m, of one step on one data rank.
 
     Raises:
-        OrderError: the order is wrong; the message names the stage, the event and the rule.
+        OrderError: the order is wrong; the message names the stage, the event and the
+            rule.
 
     >>> from fzero.pipeline.orders import B, F
     >>> def mine(stages, micro_batches):
@@ -54,7 +58,8 @@ micro-batch 0, which stage 1 does not compute; give that stage its event
     function = named_order(order) if isinstance(order, str) else order
     if not callable(function):
         raise OrderError(
-            f"order: must be a name or a function (stages, micro_batches) -> events, got {type(order).__name__}; "
+            f"order: must be a name or a function (stages, micro_batches) -> events, got "
+            f"{type(order).__name__}; "
             "pass the function, such as one_f_one_b"
         )
     made = function(stages, micro_batches)
@@ -62,21 +67,25 @@ micro-batch 0, which stage 1 does not compute; give that stage its event
     planned = made if isinstance(made, PipeOrder) else order_of(name, micro_batches, made)
     if (planned.stages, planned.micro_batches) != (stages, micro_batches):
         raise OrderError(
-            f"order {planned.name!r}: must have events for {stages} stages and {micro_batches} micro-batches, as asked, "
-            f"got {planned.stages} and {planned.micro_batches}; use both arguments of the function"
+            f"order {planned.name!r}: must have events for {stages} stages and {micro_batches} "
+            f"micro-batches, as asked, got {planned.stages} and {planned.micro_batches}; use both "
+            f"arguments of the function"
         )
     check_order(planned)
     return planned
 
 
 def order_of(name: str, micro_batches: int, events: Events) -> PipeOrder:
-    """The order of given events: chunks are where their events are; sends and receives are added, and in flight is counted."""
+    """The order of given events: chunks are where their events are; sends and receives
+    are added, and in flight is counted.
+    """
     for stage, own in enumerate(events):
         for event in own:
             if not isinstance(event, PipeEvent) or event.kind not in (*COMPUTE, *TRANSFERS):
                 raise OrderError(
-                    f"order {name!r}, stage {stage}: every event must be one of {', '.join((*COMPUTE, *TRANSFERS))}, "
-                    f"got {event!r}; make them with F, B, I and W of fzero.pipeline"
+                    f"order {name!r}, stage {stage}: every event must be one of "
+                    f"{', '.join((*COMPUTE, *TRANSFERS))}, got {event!r}; make them with F, B, I "
+                    f"and W of fzero.pipeline"
                 )
     holders = defaultdict[int, set[int]](set)
     for stage, own in enumerate(events):
@@ -85,30 +94,39 @@ def order_of(name: str, micro_batches: int, events: Events) -> PipeOrder:
     for chunk in range(max(holders, default=-1) + 1):
         if len(holders[chunk]) != 1:
             raise OrderError(
-                f"order {name!r}: every chunk must be on one stage, but chunk {chunk} is on {sorted(holders[chunk]) or 'none'}; "
+                f"order {name!r}: every chunk must be on one stage, but chunk {chunk} is on "
+                f"{sorted(holders[chunk]) or 'none'}; "
                 "give each event the chunk that its stage holds, such as F(micro_batch, stage)"
             )
     stage_of = tuple(min(holders[chunk]) for chunk in range(len(holders)))
     counted = [_Stage(name, stage).count(own) for stage, own in enumerate(events)]
     in_flight, waiting = tuple(most for most, _ in counted), tuple(most for _, most in counted)
-    return PipeOrder(name, micro_batches, stage_of, with_transfers(name, events, stage_of), in_flight, waiting)
+    return PipeOrder(
+        name, micro_batches, stage_of, with_transfers(name, events, stage_of), in_flight, waiting
+    )
 
 
 def check_order(order: PipeOrder) -> None:
     """Raises unless an order can run and does what it declares.
 
-    1. Every micro-batch meets every chunk once: one F, and one B, or one I and then one W, on the stage that holds the chunk.
-    2. A stage has an input, or a gradient, before it uses it: made on the same stage before, or received once. It sends what it
-       has made, once, to the stage that needs it.
-    3. From each stage to each other one, messages are received in the order in which they are sent.
-    4. The stages' events, in their order, depend on each other without a cycle: no stage waits for ever.
-    5. Forwards in flight, and `I` without their `W`, stay within what the order declares.
+    1. Every micro-batch meets every chunk once: one F, and one B, or one I and then one
+      W, on the stage that holds the chunk.
+    2. A stage has an input, or a gradient, before it uses it: made on the same stage
+       before, or received once. It sends what it has made, once, to the stage that
+       needs it.
+    3. From each stage to each other one, messages are received in the order in which
+      they are sent.
+    4. The stages' events, in their order, depend on each other without a cycle: no
+      stage waits for ever.
+    5. Forwards in flight, and `I` without their `W`, stay within what the order
+      declares.
 
     Args:
         order: with its sends and receives.
 
     Raises:
-        OrderError: a rule is broken; the message names the order, the stage, the event and the rule.
+        OrderError: a rule is broken; the message names the order, the stage, the event
+            and the rule.
     """
     for stage, events in enumerate(order.events):
         _check_micro_batches(order, stage, events)
@@ -119,15 +137,16 @@ def check_order(order: PipeOrder) -> None:
         ):
             if order.has_backward and found > declared:
                 raise OrderError(
-                    f"{_at(order.name, stage)}: must have at most {declared} {what}, as declared, got {found}; declare "
-                    f"{found}, or run backwards earlier"
+                    f"{_at(order.name, stage)}: must have at most {declared} {what}, as declared, "
+                    f"got {found}; declare {found}, or run backwards earlier"
                 )
     _check_pairs(order)
     _check_progress(order)
 
 
 def adds_in_order(order: PipeOrder) -> bool:
-    """Whether each chunk adds its weights' gradients in the order of micro-batches: sums have the same bits in all such orders.
+    """Whether each chunk adds its weights' gradients in the order of micro-batches:
+    sums have the same bits in all such orders.
 
     >>> from fzero.pipeline.orders import gpipe
     >>> adds_in_order(gpipe(2, 3))
@@ -154,20 +173,30 @@ def _check_micro_batches(order: PipeOrder, stage: int, events: Iterable[PipeEven
         expected[PipeEvent("forward", i, chunk)] = 1
         if order.has_backward:
             halves = [PipeEvent("backward_input", i, chunk), PipeEvent("backward_weight", i, chunk)]
-            expected.update(halves if any(map(counts.get, halves)) else [PipeEvent("backward", i, chunk)])
-    for problem, events_ in (("is missing", expected - counts), ("is one too many", counts - expected)):
+            expected.update(
+                halves if any(map(counts.get, halves)) else [PipeEvent("backward", i, chunk)]
+            )
+    for problem, events_ in (
+        ("is missing", expected - counts),
+        ("is one too many", counts - expected),
+    ):
         if first := min(events_, default=None, key=lambda event: (event.micro_batch, event.chunk)):
             rule = (
                 "every micro-batch must run forward once on each chunk of the stage"
                 if first.kind == "forward"
-                else "every forward must have one backward, or one backward_input and one backward_weight"
+                else (
+                    "every forward must have one backward, or one backward_input and one "
+                    "backward_weight"
+                )
             )
             raise OrderError(f"{_at(order.name, stage)}: {rule}, but {first} {problem}")
 
 
 @dataclass(slots=True)
 class _Stage:
-    """One stage while its events are followed: rule 2, if `stage_of` is given, and the counts of rule 5."""
+    """One stage while its events are followed: rule 2, if `stage_of` is given, and the
+    counts of rule 5.
+    """
 
     name: str
     stage: int
@@ -184,7 +213,10 @@ class _Stage:
             self.done.add(event)
             in_flight += (event.kind == "forward") - (event.kind in ("backward", "backward_input"))
             waiting += (event.kind == "backward_input") - (event.kind == "backward_weight")
-            most_in_flight, most_waiting = max(most_in_flight, in_flight), max(most_waiting, waiting)
+            most_in_flight, most_waiting = (
+                max(most_in_flight, in_flight),
+                max(most_waiting, waiting),
+            )
         return most_in_flight, most_waiting
 
     def check(self, index: int, event: PipeEvent, owed: list[PipeEvent]) -> None:
@@ -195,31 +227,50 @@ class _Stage:
             if kind.startswith("send"):
                 if event not in owed:
                     raise OrderError(
-                        f"{where}: must send what the stage has made and another stage needs, got it before that"
+                        f"{where}: must send what the stage has made and another stage needs, got "
+                        f"it before that"
                     )
                 owed.remove(event)
             return
-        first = {"backward": "forward", "backward_input": "forward", "backward_weight": "backward_input"}.get(kind)
+        first = {
+            "backward": "forward",
+            "backward_input": "forward",
+            "backward_weight": "backward_input",
+        }.get(kind)
         if first and PipeEvent(first, micro_batch, chunk) not in self.done:  # type: ignore[arg-type]
-            raise OrderError(f"{where}: must be after {first} {micro_batch}, got it before; move it")
+            raise OrderError(
+                f"{where}: must be after {first} {micro_batch}, got it before; move it"
+            )
         for needed in made_here(event, self.stage, self.stage_of):
             if not any(one in self.done for one in needed):
                 raise OrderError(f"{where}: must be after {needed[0]}, got it before; move it")
         for receive, there in needs(event, self.stage, self.stage_of):
             if receive not in self.done:
                 raise OrderError(
-                    f"{where}: must be after {receive} from stage {there}, got it before, or no such event; add it"
+                    f"{where}: must be after {receive} from stage {there}, got it before, or no "
+                    f"such event; add it"
                 )
         owed.extend(sends(event, self.stage, self.stage_of))
 
 
-def made_here(event: PipeEvent, stage: int, stage_of: Sequence[int]) -> Iterable[tuple[PipeEvent, ...]]:
-    """The events of a neighbouring chunk on the same stage that an event needs: one of each tuple."""
+def made_here(
+    event: PipeEvent, stage: int, stage_of: Sequence[int]
+) -> Iterable[tuple[PipeEvent, ...]]:
+    """The events of a neighbouring chunk on the same stage that an event needs: one of
+    each tuple.
+    """
     kind, micro_batch, chunk = event
     if kind == "forward" and chunk > 0 and stage_of[chunk - 1] == stage:
         yield (PipeEvent("forward", micro_batch, chunk - 1),)
-    if kind in ("backward", "backward_input") and chunk + 1 < len(stage_of) and stage_of[chunk + 1] == stage:
-        yield PipeEvent("backward", micro_batch, chunk + 1), PipeEvent("backward_input", micro_batch, chunk + 1)
+    if (
+        kind in ("backward", "backward_input")
+        and chunk + 1 < len(stage_of)
+        and stage_of[chunk + 1] == stage
+    ):
+        yield (
+            PipeEvent("backward", micro_batch, chunk + 1),
+            PipeEvent("backward_input", micro_batch, chunk + 1),
+        )
 
 
 def _check_pairs(order: PipeOrder) -> None:
@@ -237,8 +288,9 @@ def _check_pairs(order: PipeOrder) -> None:
             if one != two:
                 names = ["missing" if event is None else f"'{event}'" for event in (one, two)]
                 raise OrderError(
-                    f"order {order.name!r}: stage {pair[1]} must receive from stage {pair[0]} in the order in which that sends, "
-                    f"but message {number} is {names[0]} as it is sent and {names[1]} as it is received; move the receive"
+                    f"order {order.name!r}: stage {pair[1]} must receive from stage {pair[0]} in "
+                    f"the order in which that sends, but message {number} is {names[0]} as it is "
+                    f"sent and {names[1]} as it is received; move the receive"
                 )
 
 
@@ -258,11 +310,13 @@ def _check_progress(order: PipeOrder) -> None:
                 place[stage] += 1
                 has_moved = True
     stuck = [
-        f"stage {stage} at event {place[stage]} ({events[place[stage]]}, from stage {order.peer(events[place[stage]])})"
+        f"stage {stage} at event {place[stage]} ({events[place[stage]]}, from stage "
+        f"{order.peer(events[place[stage]])})"
         for stage, events in enumerate(order.events)
         if place[stage] < len(events)
     ]
     if stuck:
         raise OrderError(
-            f"order {order.name!r}: stages must not wait for each other in a circle, but they do: {'; '.join(stuck)}"
+            f"order {order.name!r}: stages must not wait for each other in a circle, but they do: "
+            f"{'; '.join(stuck)}"
         )

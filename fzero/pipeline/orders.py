@@ -1,7 +1,9 @@
-"""Orders of a pipeline as values: which micro-batch each stage computes when, and what it sends and receives in between.
+"""Orders of a pipeline as values: which micro-batch each stage computes when, and what
+it sends and receives in between.
 
-Layers are cut into chunks; a stage (a coordinate on the mesh axis `pipe`) holds one chunk, or several if the order is
-interleaved. An order is a tuple of `PipeEvent`s for each stage:
+Layers are cut into chunks; a stage (a coordinate on the mesh axis `pipe`) holds one
+chunk, or several if the order is interleaved. An order is a tuple of `PipeEvent`s for
+each stage:
 
 | kind | short | what happens to a micro-batch |
 | --- | --- | --- |
@@ -14,16 +16,21 @@ interleaved. An order is a tuple of `PipeEvent`s for each stage:
 | send_gradient | | the gradient of the chunk's input starts on its way to the stage of the chunk before |
 | receive_gradient | | the gradient of the chunk's output is waited for, from the stage of the next chunk |
 
-Between these events a stage gathers and reduces its units, whose events are of another type (`fzero.plans.unit_orders`).
-A send does not wait for its receive. From one stage to another, messages are received in the order in which they are sent; so
-they need no tags. Two neighbours on one stage send each other nothing.
+Between these events a stage gathers and reduces its units, whose events are of another
+type (`fzero.plans.unit_orders`). A send does not wait for its receive. From one stage
+to another, messages are received in the order in which they are sent; so they need no
+tags. Two neighbours on one stage send each other nothing.
 
-1. An order is a function of the numbers of stages and micro-batches. It returns a `PipeOrder`, or F, B, I and W of each stage.
-2. `plan_order` calls the function, adds the sends and receives, and proves the result (`fzero.pipeline.order_check`).
-3. The runtime executes the value; `fzero.pipeline.timeline` predicts its seconds and its memory.
+1. An order is a function of the numbers of stages and micro-batches. It returns a
+  `PipeOrder`, or F, B, I and W of each stage.
+2. `plan_order` calls the function, adds the sends and receives, and proves the result
+  (`fzero.pipeline.order_check`).
+3. The runtime executes the value; `fzero.pipeline.timeline` predicts its seconds and
+  its memory.
 
-GPipe: arXiv:1811.06965; 1F1B: PipeDream-Flush, arXiv:2006.09503; interleaved: arXiv:2104.04473, section 2.2; zero bubble: ZB-H1
-of arXiv:2401.10241. p is the number of stages, s a stage, m the number of micro-batches, v the chunks of each stage.
+GPipe: arXiv:1811.06965; 1F1B: PipeDream-Flush, arXiv:2006.09503; interleaved:
+arXiv:2104.04473, section 2.2; zero bubble: ZB-H1 of arXiv:2401.10241. p is the number
+of stages, s a stage, m the number of micro-batches, v the chunks of each stage.
 """
 
 from __future__ import annotations
@@ -43,7 +50,8 @@ TRANSFERS = ("send_output", "receive_input", "send_gradient", "receive_gradient"
 
 
 class PipeEvent(NamedTuple):
-    """Something that happens to a micro-batch on a chunk of layers; the module has a table of the kinds.
+    """Something that happens to a micro-batch on a chunk of layers; the module has a
+    table of the kinds.
 
     >>> print(PipeEvent("send_output", 3), PipeEvent("backward", 3, chunk=1), sep=", ")
     send_output 3, backward 3 of chunk 1
@@ -97,8 +105,10 @@ class PipeOrder:
         micro_batches: m.
         stage_of: the stage that holds each chunk, by chunk.
         events: by stage, in the order of execution.
-        in_flight: by stage, the most forwards whose backward (or `I`) has not run: so many activations are stored.
-        waiting: by stage, the most `I` whose `W` has not run; zeros unless backwards are cut.
+        in_flight: by stage, the most forwards whose backward (or `I`) has not run: so
+            many activations are stored.
+        waiting: by stage, the most `I` whose `W` has not run; zeros unless backwards
+            are cut.
 
     >>> print(one_f_one_b(2, 3))
     1F1B, 2 stages, 3 micro-batches
@@ -154,9 +164,15 @@ class PipeOrder:
         return self.stage_of[event.chunk + (1 if is_upward else -1)]
 
     def __str__(self) -> str:
-        lines = [f"{self.name}, {_count(self.stages, 'stage')}, {_count(self.micro_batches, 'micro-batch')}"]
+        lines = [
+            f"{self.name}, {_count(self.stages, 'stage')}, "
+            f"{_count(self.micro_batches, 'micro-batch')}"
+        ]
         for stage, most in enumerate(self.in_flight):
-            words = " ".join(short(event, of_chunk=self.num_chunks > self.stages) for event in self.compute(stage))
+            words = " ".join(
+                short(event, of_chunk=self.num_chunks > self.stages)
+                for event in self.compute(stage)
+            )
             lines.append(f"stage {stage}, {most} in flight: {words}")
         return "\n".join(lines)
 
@@ -181,14 +197,18 @@ def gpipe(stages: int, micro_batches: int) -> PipeOrder:
     stage 1, 2 in flight: F0 F1 B0 B1
     """
     _check(stages, micro_batches)
-    events = [[make(i, stage) for make in (F, B) for i in range(micro_batches)] for stage in range(stages)]
+    events = [
+        [make(i, stage) for make in (F, B) for i in range(micro_batches)] for stage in range(stages)
+    ]
     return _order("GPipe", micro_batches, events, in_flight=[micro_batches] * stages)
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> PipeOrder:
-    """One forward, one backward: stage s has at most min(p - s, m) activations in flight. The default, and DeepSpeed's order.
+    """One forward, one backward: stage s has at most min(p - s, m) activations in
+    flight. The default, and DeepSpeed's order.
 
-    At equal ticks, F of micro-batch i is at tick s + 2i and its B at tick 2p - 1 - s + 2i, which fzero sorts (`tick`).
+    At equal ticks, F of micro-batch i is at tick s + 2i and its B at tick 2p - 1 - s +
+    2i, which fzero sorts (`tick`).
 
     >>> print(one_f_one_b(4, 2))
     1F1B, 4 stages, 2 micro-batches
@@ -205,11 +225,17 @@ def one_f_one_b(stages: int, micro_batches: int) -> PipeOrder:
         )
         for stage in range(stages)
     ]
-    return _order("1F1B", micro_batches, events, in_flight=[min(stages - s, micro_batches) for s in range(stages)])
+    return _order(
+        "1F1B",
+        micro_batches,
+        events,
+        in_flight=[min(stages - s, micro_batches) for s in range(stages)],
+    )
 
 
 def tick(event: PipeEvent, stages: int) -> int:
-    """The tick at which DeepSpeed's training schedule has an F or B; there are 2(m + p - 1) ticks.
+    """The tick at which DeepSpeed's training schedule has an F or B; there are 2(m +
+    p - 1) ticks.
 
     >>> [tick(event, 4) for event in (F(0, 1), B(0, 1), F(3, 1))]
     [1, 6, 7]
@@ -219,10 +245,12 @@ def tick(event: PipeEvent, stages: int) -> int:
 
 
 def interleaved(num_chunks: int) -> Callable[[int, int], PipeOrder]:
-    """Each stage holds v chunks: chunk c is on stage c mod p. The bubble is 1/v of 1F1B's, for v times the messages.
+    """Each stage holds v chunks: chunk c is on stage c mod p. The bubble is 1/v of
+    1F1B's, for v times the messages.
 
-    Micro-batches go in max(1, m // p) rounds of about equal size, and a round goes through all chunks of a stage in turn. Stage s
-    begins with 2(p - s - 1) + (v - 1) · (first round) forwards, then alternates.
+    Micro-batches go in max(1, m // p) rounds of about equal size, and a round goes
+    through all chunks of a stage in turn. Stage s begins with 2(p - s - 1) + (v - 1) ·
+    (first round) forwards, then alternates.
 
     Args:
         num_chunks: v, the chunks of each stage; with one it is `one_f_one_b`.
@@ -244,7 +272,9 @@ def interleaved(num_chunks: int) -> Callable[[int, int], PipeOrder]:
             chunks = range(stage, stages * num_chunks, stages)
             forwards = [F(i, chunk) for part in rounds for chunk in chunks for i in part]
             backwards = [B(i, chunk) for part in rounds for chunk in reversed(chunks) for i in part]
-            ahead = min(2 * (stages - stage - 1) + (num_chunks - 1) * len(rounds[0]) + 1, len(forwards))
+            ahead = min(
+                2 * (stages - stage - 1) + (num_chunks - 1) * len(rounds[0]) + 1, len(forwards)
+            )
             events.append(_merge(forwards, [(backward,) for backward in backwards], ahead))
             in_flight.append(ahead)
         return _order(f"interleaved by {num_chunks}", micro_batches, events, in_flight=in_flight)
@@ -253,10 +283,11 @@ def interleaved(num_chunks: int) -> Callable[[int, int], PipeOrder]:
 
 
 def zero_bubble(stages: int, micro_batches: int) -> PipeOrder:
-    """1F1B with cut backwards, ZB-H1: `W` fills the time in which a stage would wait. As many activations in flight as 1F1B.
+    """1F1B with cut backwards, ZB-H1: `W` fills the time in which a stage would wait.
+    As many activations in flight as 1F1B.
 
-    Stage s runs `W` s micro-batches behind `I`, so it keeps what at most s + 1 `W` need. At equal times of F, I and W, the bubble
-    is a third of 1F1B's.
+    Stage s runs `W` s micro-batches behind `I`, so it keeps what at most s + 1 `W`
+    need. At equal times of F, I and W, the bubble is a third of 1F1B's.
 
     >>> print(zero_bubble(2, 3))
     zero bubble, 2 stages, 3 micro-batches
@@ -266,7 +297,10 @@ def zero_bubble(stages: int, micro_batches: int) -> PipeOrder:
     _check(stages, micro_batches)
     events = []
     for stage in range(stages):
-        backwards = [(I(i, stage), *((W(i - stage, stage),) if i >= stage else ())) for i in range(micro_batches)]
+        backwards = [
+            (I(i, stage), *((W(i - stage, stage),) if i >= stage else ()))
+            for i in range(micro_batches)
+        ]
         rest = range(max(0, micro_batches - stage), micro_batches)
         forwards = [F(i, stage) for i in range(micro_batches)]
         merged = _merge(forwards, backwards, min(stages - stage, micro_batches))
@@ -311,18 +345,22 @@ def named_order(name: str) -> Order:
         return interleaved(int(number))
     names = ", ".join(map(repr, ORDERS))
     raise OrderError(
-        f"order: must be one of {names}, 'interleaved:2' (or more) or a function, got {name!r}; pass one of these"
+        f"order: must be one of {names}, 'interleaved:2' (or more) or a function, got {name!r}; "
+        f"pass one of these"
     )
 
 
-# --- sends and receives ------------------------------------------------------------------------------------------------------
+# --- sends and receives ---------------------------------------------------------------------------
 
 
-def with_transfers(name: str, events: Events, stage_of: Sequence[int]) -> tuple[tuple[PipeEvent, ...], ...]:
-    """The events of stages with the sends and receives that they need, if they have none.
+def with_transfers(
+    name: str, events: Events, stage_of: Sequence[int]
+) -> tuple[tuple[PipeEvent, ...], ...]:
+    """The events of stages with the sends and receives that they need, if they have
+    none.
 
-    A send follows the event that makes its message. A receive stands right before the first event that needs its message or one
-    that the same stage sends later.
+    A send follows the event that makes its message. A receive stands right before the
+    first event that needs its message or one that the same stage sends later.
 
     >>> for stage in with_transfers("mine", [[F(0), B(0)], [F(0, 1), B(0, 1)]], (0, 1)):
     ...     print(*stage, sep=", ")
@@ -339,7 +377,10 @@ def with_transfers(name: str, events: Events, stage_of: Sequence[int]) -> tuple[
             for send in sends(event, stage, stage_of):
                 there, receive = receive_of(send, stage_of)
                 sent[stage, there].append(receive)
-    return tuple(tuple(_with_own_transfers(name, stage, own, stage_of, sent)) for stage, own in enumerate(events))
+    return tuple(
+        tuple(_with_own_transfers(name, stage, own, stage_of, sent))
+        for stage, own in enumerate(events)
+    )
 
 
 def _with_own_transfers(
@@ -356,10 +397,14 @@ def _with_own_transfers(
             while receive not in received:
                 if not arriving:
                     is_input = receive.kind == "receive_input"
-                    what = f"{'output' if is_input else 'gradient'} that chunk {receive.chunk + (-1 if is_input else 1)} makes"
+                    what = (
+                        f"{'output' if is_input else 'gradient'} that chunk "
+                        f"{receive.chunk + (-1 if is_input else 1)} makes"
+                    )
                     raise OrderError(
-                        f"order {name!r}, stage {stage}: {event} needs the {what} of micro-batch {event.micro_batch}, "
-                        f"which stage {there} does not compute; give that stage its event"
+                        f"order {name!r}, stage {stage}: {event} needs the {what} of micro-batch "
+                        f"{event.micro_batch}, which stage {there} does not compute; give that "
+                        f"stage its event"
                     )
                 received.add(arriving[0])
                 yield arriving.popleft()
@@ -368,16 +413,24 @@ def _with_own_transfers(
 
 
 def needs(event: PipeEvent, stage: int, stage_of: Sequence[int]) -> Iterator[tuple[PipeEvent, int]]:
-    """The receive that must precede an event, and the stage that the message comes from; none if it is made on the same stage."""
+    """The receive that must precede an event, and the stage that the message comes
+    from; none if it is made on the same stage.
+    """
     kind, micro_batch, chunk = event
     if kind == "forward" and chunk > 0 and stage_of[chunk - 1] != stage:
         yield PipeEvent("receive_input", micro_batch, chunk), stage_of[chunk - 1]
-    if kind in ("backward", "backward_input") and chunk + 1 < len(stage_of) and stage_of[chunk + 1] != stage:
+    if (
+        kind in ("backward", "backward_input")
+        and chunk + 1 < len(stage_of)
+        and stage_of[chunk + 1] != stage
+    ):
         yield PipeEvent("receive_gradient", micro_batch, chunk), stage_of[chunk + 1]
 
 
 def sends(event: PipeEvent, stage: int, stage_of: Sequence[int]) -> Iterator[PipeEvent]:
-    """The send of what an event makes; none if it is needed on the same stage, or by none."""
+    """The send of what an event makes; none if it is needed on the same stage, or by
+    none.
+    """
     kind, micro_batch, chunk = event
     if kind == "forward" and chunk + 1 < len(stage_of) and stage_of[chunk + 1] != stage:
         yield PipeEvent("send_output", micro_batch, chunk)
@@ -388,11 +441,13 @@ def sends(event: PipeEvent, stage: int, stage_of: Sequence[int]) -> Iterator[Pip
 def receive_of(send: PipeEvent, stage_of: Sequence[int]) -> tuple[int, PipeEvent]:
     """The receiving stage of a send, and the event that receives it there."""
     if send.kind == "send_output":
-        return stage_of[send.chunk + 1], PipeEvent("receive_input", send.micro_batch, send.chunk + 1)
+        return stage_of[send.chunk + 1], PipeEvent(
+            "receive_input", send.micro_batch, send.chunk + 1
+        )
     return stage_of[send.chunk - 1], PipeEvent("receive_gradient", send.micro_batch, send.chunk - 1)
 
 
-# --- parts ---------------------------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def _check(stages: int, micro_batches: int) -> None:
@@ -400,7 +455,9 @@ def _check(stages: int, micro_batches: int) -> None:
     check_at_least("order", "micro_batches", micro_batches, 1)
 
 
-def _merge(forwards: Sequence[PipeEvent], backwards: Sequence[tuple[PipeEvent, ...]], ahead: int) -> list[PipeEvent]:
+def _merge(
+    forwards: Sequence[PipeEvent], backwards: Sequence[tuple[PipeEvent, ...]], ahead: int
+) -> list[PipeEvent]:
     """`ahead` forwards, then one backward and one forward in turn, while there are any."""
     events = list(forwards[:ahead])
     for number, parts in enumerate(backwards):
@@ -421,12 +478,22 @@ def _rounds(micro_batches: int, num_rounds: int) -> list[range]:
 
 
 def _order(
-    name: str, micro_batches: int, events: Events, *, in_flight: Sequence[int], waiting: Sequence[int] = ()
+    name: str,
+    micro_batches: int,
+    events: Events,
+    *,
+    in_flight: Sequence[int],
+    waiting: Sequence[int] = (),
 ) -> PipeOrder:
     num_chunks = 1 + max(event.chunk for stage in events for event in stage)
     stage_of = tuple(chunk % len(events) for chunk in range(num_chunks))
     return PipeOrder(
-        name, micro_batches, stage_of, with_transfers(name, events, stage_of), tuple(in_flight), tuple(waiting)
+        name,
+        micro_batches,
+        stage_of,
+        with_transfers(name, events, stage_of),
+        tuple(in_flight),
+        tuple(waiting),
     )
 
 

@@ -1,4 +1,6 @@
-"""The picture of an order: stages × time, with every forward and backward, and the bytes that each stage stores."""
+"""The picture of an order: stages × time, with every forward and backward, and the
+bytes that each stage stores.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from fzero.pipeline.timeline import PipelineTimeline, stored_over_time
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLORS = {"forward": "#5b7fa6", "backward": "#c98b5b", "backward_input": "#c98b5b", "backward_weight": "#7fb08a"}
+COLORS = {
+    "forward": "#5b7fa6",
+    "backward": "#c98b5b",
+    "backward_input": "#c98b5b",
+    "backward_weight": "#7fb08a",
+}
 WORDS = {
     "forward": "F",
     "backward": "B",
@@ -25,15 +32,20 @@ MOST_LABELS = 400
 """Beyond so many events their names are left out."""
 
 
-def draw_timeline(timeline: PipelineTimeline, title: str = "", *, after: Sequence[float] = ()) -> Figure:
-    """Stages by time, a bar for each event and its micro-batch; gaps are the bubble. Needs matplotlib (extra `pictures`).
+def draw_timeline(
+    timeline: PipelineTimeline, title: str = "", *, after: Sequence[float] = ()
+) -> Figure:
+    """Stages by time, a bar for each event and its micro-batch; gaps are the bubble.
+    Needs matplotlib (extra `pictures`).
 
-    Of an interleaved order, later chunks are darker. A curve in each lane is what the stage stores, from none to the most of all.
+    Of an interleaved order, later chunks are darker. A curve in each lane is what the
+    stage stores, from none to the most of all.
 
     Args:
         timeline: the timeline of one step.
         title: "" writes the order, its seconds and its bubble.
-        after: by stage, the seconds in which it reduces gradients after its last backward.
+        after: by stage, the seconds in which it reduces gradients after its last
+            backward.
     """
     package("matplotlib", needed_by="the picture of a pipeline")
     from matplotlib.figure import Figure
@@ -51,13 +63,25 @@ def draw_timeline(timeline: PipelineTimeline, title: str = "", *, after: Sequenc
         chunks = order.chunks_of(stage)
         for event, start, stop in timeline.spans[stage]:
             shade = 1 - 0.55 * (len(chunks) - 1 - chunks.index(event.chunk)) / len(chunks)
-            bar: dict[str, Any] = {"color": COLORS[event.kind], "alpha": shade, "edgecolor": "white", "linewidth": 0.5}
+            bar: dict[str, Any] = {
+                "color": COLORS[event.kind],
+                "alpha": shade,
+                "edgecolor": "white",
+                "linewidth": 0.5,
+            }
             axes.barh(stage, (stop - start) * second, left=start * second, height=0.8, **bar)
             if has_labels:
-                where: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
+                where: dict[str, Any] = {
+                    "ha": "center",
+                    "va": "center",
+                    "fontsize": 6,
+                    "color": "white",
+                }
                 axes.text((start + stop) / 2 * second, stage, short(event)[1:], **where)
         if any(after):
-            axes.barh(stage, after[stage] * second, left=ends[stage] * second, height=0.8, color=REDUCES)
+            axes.barh(
+                stage, after[stage] * second, left=ends[stage] * second, height=0.8, color=REDUCES
+            )
     _draw_stored(axes, timeline, lanes, second)
     scale, unit = scale_of(max(timeline.stored, default=0) or 1)
     ticks = [f"stage {stage}\n{timeline.stored[stage] / scale:.3g} {unit}" for stage in lanes]
@@ -66,7 +90,9 @@ def draw_timeline(timeline: PipelineTimeline, title: str = "", *, after: Sequenc
     axes.set(xlabel=unit_of_time, xlim=(0, seconds * second))
     axes.spines[["top", "right"]].set_visible(False)
     took = f"{seconds * second:.3g} {unit_of_time}"
-    text = f"{order.name}, {order.micro_batches} micro-batches: {took}, bubble {timeline.bubble:.1%}"
+    text = (
+        f"{order.name}, {order.micro_batches} micro-batches: {took}, bubble {timeline.bubble:.1%}"
+    )
     axes.set_title(title or text, loc="left", fontsize=10, fontweight="bold")
     kinds = dict.fromkeys(span.event.kind for spans in timeline.spans for span in spans)
     patches = [Patch(color=COLORS[kind], label=WORDS[kind]) for kind in kinds]
@@ -75,9 +101,17 @@ def draw_timeline(timeline: PipelineTimeline, title: str = "", *, after: Sequenc
     return figure
 
 
-def _draw_stored(axes: Any, timeline: PipelineTimeline, lanes: Sequence[int], second: float) -> None:
+def _draw_stored(
+    axes: Any, timeline: PipelineTimeline, lanes: Sequence[int], second: float
+) -> None:
     most = max(timeline.stored, default=0)
     for stage in lanes if most else ():
         times, stored = zip(*stored_over_time(timeline, stage), strict=True)
         heights = [stage + 0.4 - 0.8 * nbytes / most for nbytes in stored]
-        axes.plot([time * second for time in times], heights, drawstyle="steps-post", color="black", linewidth=0.8)
+        axes.plot(
+            [time * second for time in times],
+            heights,
+            drawstyle="steps-post",
+            color="black",
+            linewidth=0.8,
+        )

@@ -1,9 +1,11 @@
-"""`Pipeline`: the argument `pipeline=` of `make_train_step`; it makes the runtime of one stage.
+"""`Pipeline`: the argument `pipeline=` of `make_train_step`; it makes the runtime of
+one stage.
 
-A stage is a coordinate of the mesh axis "pipe". Its runtime is that of an ordinary step: the model is this rank's layers
-(`StageLayers`), and the ranks are those along "data" inside the coordinate. So ZeRO, precision, offload and units are those of
-any step. Two things are a pipeline's own: the program (`fzero.pipeline.execution`) and the agreements of the stages
-(`fzero.pipeline.stages`).
+A stage is a coordinate of the mesh axis "pipe". Its runtime is that of an ordinary
+step: the model is this rank's layers (`StageLayers`), and the ranks are those along
+"data" inside the coordinate. So ZeRO, precision, offload and units are those of any
+step. Two things are a pipeline's own: the program (`fzero.pipeline.execution`) and the
+agreements of the stages (`fzero.pipeline.stages`).
 """
 
 from __future__ import annotations
@@ -46,11 +48,15 @@ class Pipeline:
     """How a pipeline runs.
 
     Attributes:
-        order: in which order each stage runs the forwards and backwards of its micro-batches: a function of the numbers of stages
-            and micro-batches (`fzero.pipeline.orders`), or its name.
-        partition: how layers are divided among chunks: a method, bounds or costs (see `PipelineModule`). None takes the module's.
-        device: where this rank's layers of `LayerSpec`s are built; None is the current device. On "meta" they get no values:
-            `init` makes those of a model on `meta`, or `fzero.load_weights` reads them, so that no layer is in memory twice.
+        order: in which order each stage runs the forwards and backwards of its
+            micro-batches: a function of the numbers of stages and micro-batches
+            (`fzero.pipeline.orders`), or its name.
+        partition: how layers are divided among chunks: a method, bounds or costs (see
+            `PipelineModule`). None takes the module's.
+        device: where this rank's layers of `LayerSpec`s are built; None is the current
+            device. On "meta" they get no values: `init` makes those of a model on
+            `meta`, or `fzero.load_weights` reads them, so that no layer is in memory
+            twice.
     """
 
     order: Order | str = "1f1b"
@@ -69,7 +75,8 @@ class Pipeline:
             return given
         if not isinstance(given, str) and not callable(given):
             raise ValueError(
-                f"pipeline: must be an order (a function of stages and micro-batches, or its name) or a Pipeline, got {given!r}; "
+                f"pipeline: must be an order (a function of stages and micro-batches, or its name) "
+                f"or a Pipeline, got {given!r}; "
                 f'pass "1f1b", say'
             )
         return cls(given)
@@ -87,10 +94,15 @@ class Pipeline:
         return model, order, model.partition(order.num_chunks, self.partition)
 
     def staged(self, spec: StepSpec, mesh: Mesh, own: Plan | None = None) -> StagedPlan:
-        """The plans of all stages. Layers of other stages are built on `meta`; sends nothing."""
+        """The plans of all stages. Layers of other stages are built on `meta`; sends
+        nothing.
+        """
         model, order, bounds = self.division(spec, mesh)
         num_data = mesh.axis_size(DATA)
-        specs = (_stage_spec(spec, model, order, bounds, stage, device="meta") for stage in range(order.stages))
+        specs = (
+            _stage_spec(spec, model, order, bounds, stage, device="meta")
+            for stage in range(order.stages)
+        )
         ranks = tuple(
             tuple(rank for rank in range(mesh.size) if mesh.coordinate(rank)[PIPE] == stage)
             for stage in range(order.stages)
@@ -98,7 +110,8 @@ class Pipeline:
         return StagedPlan(mesh, tuple(own.plan(num_data) for own in specs), ranks)
 
     def runtime(self, spec: StepSpec, world: RankAxis | AbstractAxis) -> StepRuntime:
-        """The runtime of this rank's stage. *Collective:* every rank; compares model and configuration.
+        """The runtime of this rank's stage. *Collective:* every rank; compares model
+        and configuration.
 
         Raises:
             ConfigError, ValueError: the step cannot be a pipeline.
@@ -122,8 +135,11 @@ class Pipeline:
         if isinstance(world, AbstractAxis) or isinstance(axis, AbstractAxis):
             return run
         arguments = {
-            "order": str(order), "layers": ", ".join(map(_name_of, model.specs)), "bounds": str(bounds), "mesh": str(mesh)
-        }  # fmt: skip
+            "order": str(order),
+            "layers": ", ".join(map(_name_of, model.specs)),
+            "bounds": str(bounds),
+            "mesh": str(mesh),
+        }
         check_same(world, {"configuration": spec.fingerprint_of_config, "pipeline": arguments})
         _check_groups(spec, layers, axis)
         ways = Ways(axis, once_more(axis))
@@ -132,60 +148,102 @@ class Pipeline:
             loss_fn=spec.loss_fn or model.loss_fn,  # type: ignore[arg-type]
             blocks=partial(_blocks, model, layers), mailbox=Mailbox(ways, run.device),
         )  # fmt: skip
-        return replace(run, runs=program, job=_stages(run, model, bounds, order, world, ways), spec=own)
+        return replace(
+            run, runs=program, job=_stages(run, model, bounds, order, world, ways), spec=own
+        )
 
 
 def _stage_spec(
-    spec: StepSpec, model: PipelineModule, order: PipeOrder, bounds: Bounds, stage: int, device: str | None = None
+    spec: StepSpec,
+    model: PipelineModule,
+    order: PipeOrder,
+    bounds: Bounds,
+    stage: int,
+    device: str | None = None,
 ) -> StepSpec:
     """The arguments of the step of one stage, whose layers are built on `device`."""
-    layers = model.build_ranges([(bounds[chunk], bounds[chunk + 1]) for chunk in order.chunks_of(stage)], device=device)
+    layers = model.build_ranges(
+        [(bounds[chunk], bounds[chunk + 1]) for chunk in order.chunks_of(stage)], device=device
+    )
     zero = spec.cfg.zero_optimization
     cfg = spec.cfg
     if zero.row.shards("params"):  # gathered and reduced once, for all micro-batches
-        cfg = cfg.model_copy(update={"zero_optimization": zero.model_copy(update={"stage": "3 once"})})
-    return replace(spec, cfg=cfg, model=layers, loss_fn=None, units=_units(layers), parallelism=None, is_part=True)
+        cfg = cfg.model_copy(
+            update={"zero_optimization": zero.model_copy(update={"stage": "3 once"})}
+        )
+    return replace(
+        spec,
+        cfg=cfg,
+        model=layers,
+        loss_fn=None,
+        units=_units(layers),
+        parallelism=None,
+        is_part=True,
+    )
 
 
 def _rounded_alike(run: StepRuntime, spec: StepSpec, model: PipelineModule) -> StepRuntime:
-    """The runtime whose stochastic rounding does not depend on the stages: its draws are those of elements of the whole model."""
+    """The runtime whose stochastic rounding does not depend on the stages: its draws
+    are those of elements of the whole model.
+    """
     whole = model.build(0, model.num_layer_specs, device="meta")
-    buffers = replace(spec, model=whole, units=_units(whole), parallelism=None).plan(run.ranks.size).flat_buffers
+    buffers = (
+        replace(spec, model=whole, units=_units(whole), parallelism=None)
+        .plan(run.ranks.size)
+        .flat_buffers
+    )
     starts = accumulate((buffer.padded_numel for buffer in buffers), initial=0)
     places = {buffer.key: start for buffer, start in zip(buffers, starts, strict=False)}
     updater = replace(run.updater, places=places)
     return replace(run, updater=updater, builder=replace(run.builder, updater=updater))
 
 
-# --- the agreements of the stages ------------------------------------------------------------------------------------
+# --- the agreements of the stages -----------------------------------------------------------------
 
 
 def _stages(
-    run: StepRuntime, model: PipelineModule, bounds: Sequence[int], order: PipeOrder, world: RankAxis, ways: Ways
+    run: StepRuntime,
+    model: PipelineModule,
+    bounds: Sequence[int],
+    order: PipeOrder,
+    world: RankAxis,
+    ways: Ways,
 ) -> Stages:
     """*Collective* of the stages: sends the names of their parameters.
 
     Raises:
         ConfigError: on every rank, if tied layers are in files.
     """
-    axis, first = ways.up, {f"tied_modules.{key}": tied.indices[0] for key, tied in model.tied.items()}
+    axis, first = (
+        ways.up,
+        {f"tied_modules.{key}": tied.indices[0] for key, tied in model.tied.items()},
+    )
 
     def layer_of(buffer: FlatParamPlan) -> int:
         unit = _module_in(buffer.layout.names[0])
         return first[unit] if unit in first else int(unit)
 
-    measured = [(layer_of(b), b.key) for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
+    measured = [
+        (layer_of(b), b.key) for b in run.plan.flat_buffers if b.trainable and b.shard_numel
+    ]
     names = list(run.stored_names)
-    every = collectives.exchange((measured, names, run.offload.has_files), axis, label=Label("compare"))
+    every = collectives.exchange(
+        (measured, names, run.offload.has_files), axis, label=Label("compare")
+    )
     if model.tied and any(has_files for *_, has_files in every):
         raise ConfigError(
-            f"zero_optimization.offload_optimizer.device: must be 'cpu' or 'none' where stages tie layers, whose gradients they "
-            f"add in memory, got 'nvme' with the tied {', '.join(model.tied)}; keep the state in host memory"
+            f"zero_optimization.offload_optimizer.device: must be 'cpu' or 'none' where stages tie "
+            f"layers, whose gradients they add in memory, got 'nvme' with the tied "
+            f"{', '.join(model.tied)}; keep the state in host memory"
         )
     ties = []
     for key, tied in model.tied.items():
         holders = tuple(sorted({order.stage_of[_chunk(bounds, index)] for index in tied.indices}))
-        keys = tuple(b.key for b in run.plan.flat_buffers if _module_in(b.layout.names[0]) == f"tied_modules.{key}")
+        keys = tuple(
+            b.key
+            for b in run.plan.flat_buffers
+            if _module_in(b.layout.names[0]) == f"tied_modules.{key}"
+        )
         if len(holders) > 1 and axis.rank in holders:
             ties.append(Tie(f"tied_modules.{key}", keys, holders))
     mesh = _checked_mesh(world)
@@ -201,9 +259,15 @@ def _stages(
     in_order = sorted(dict.fromkeys(name for _, own, _ in every for name in own), key=place)
     buffers = tuple(order_of([own for own, *_ in every]))
     return Stages(
-        world=world, ways=ways, members=tuple(members), buffers=buffers, most=max(len(own) for own, *_ in every),
-        ties=tuple(ties), names=tuple(in_order), device=run.device,
-    )  # fmt: skip
+        world=world,
+        ways=ways,
+        members=tuple(members),
+        buffers=buffers,
+        most=max(len(own) for own, *_ in every),
+        ties=tuple(ties),
+        names=tuple(in_order),
+        device=run.device,
+    )
 
 
 def _module_in(name: str) -> str:
@@ -222,10 +286,14 @@ def _units(layers: StageLayers) -> list[str]:
 
 
 def _chunk(bounds: Sequence[int], layer: int) -> int:
-    return next(chunk for chunk in range(len(bounds) - 1) if bounds[chunk] <= layer < bounds[chunk + 1])
+    return next(
+        chunk for chunk in range(len(bounds) - 1) if bounds[chunk] <= layer < bounds[chunk + 1]
+    )
 
 
-def _blocks(model: PipelineModule, layers: StageLayers, start: int, stop: int) -> Sequence[tuple[int, int, bool]]:
+def _blocks(
+    model: PipelineModule, layers: StageLayers, start: int, stop: int
+) -> Sequence[tuple[int, int, bool]]:
     calls = [call for _, call in layers.calls(start, stop)]
     blocks: Sequence[tuple[int, int, bool]] = model.checkpoint_ranges(start, stop, calls)
     return blocks
@@ -233,30 +301,38 @@ def _blocks(model: PipelineModule, layers: StageLayers, start: int, stop: int) -
 
 def _forwards(order: PipeOrder, micro_batches: int) -> PipeOrder:
     """The forwards of an order alone, for any number of micro-batches."""
-    one = [[event for event in order.events[stage] if event.kind == "forward"] for stage in range(order.stages)]
+    one = [
+        [event for event in order.events[stage] if event.kind == "forward"]
+        for stage in range(order.stages)
+    ]
     chunks = [list(dict.fromkeys(event.chunk for event in own)) for own in one]
     events = [
-        [one[stage][0]._replace(micro_batch=i, chunk=chunk) for i in range(micro_batches) for chunk in own]
+        [
+            one[stage][0]._replace(micro_batch=i, chunk=chunk)
+            for i in range(micro_batches)
+            for chunk in own
+        ]
         for stage, own in enumerate(chunks)
     ]
     transfers = with_transfers("forwards", events, order.stage_of)
     return PipeOrder("forwards", micro_batches, order.stage_of, transfers, (0,) * order.stages)
 
 
-# --- checks ------------------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _checked_mesh(world: RankAxis | AbstractAxis) -> Mesh:
     mesh = world.mesh
     if mesh is None or PIPE not in mesh.names or DATA not in mesh.names or len(mesh.names) > 2:
         raise ValueError(
-            f"mesh: a pipeline needs a mesh of the axes 'pipe' and 'data', in this order, got {mesh}; pass "
-            f"mesh=Mesh.of(pipe=2, data=2), say"
+            f"mesh: a pipeline needs a mesh of the axes 'pipe' and 'data', in this order, got "
+            f"{mesh}; pass mesh=Mesh.of(pipe=2, data=2), say"
         )
     if mesh.size != world.size:
         raise ValueError(
-            f"mesh: its axes must hold all {world.size} ranks of the job, got pipe {mesh.axis_size(PIPE)} × data "
-            f"{mesh.axis_size(DATA)} = {mesh.size}; the number of stages must divide the ranks"
+            f"mesh: its axes must hold all {world.size} ranks of the job, got pipe "
+            f"{mesh.axis_size(PIPE)} × data {mesh.axis_size(DATA)} = {mesh.size}; the number of "
+            f"stages must divide the ranks"
         )
     return mesh
 
@@ -267,22 +343,29 @@ def _check_spec(spec: StepSpec, mesh: Mesh) -> None:
     row, m = cfg.zero_optimization.row, num_micro_batches
     if row.number == 2:
         raise ConfigError(
-            f"zero_optimization.stage: must be 0, 1 or 3 with a pipeline, got 2; each of its {m} micro-batches would reduce the "
-            f"gradients of a stage, {m} reductions in place of one; set stage to 1"
+            f"zero_optimization.stage: must be 0, 1 or 3 with a pipeline, got 2; each of its {m} "
+            f"micro-batches would reduce the gradients of a stage, {m} reductions in place of one; "
+            f"set stage to 1"
         )
     zero = cfg.zero_optimization
-    others = {key: getattr(zero, key) for key in ("offload_param", "zero_hpz_partition_size", "mics_shard_size")}
+    others = {
+        key: getattr(zero, key)
+        for key in ("offload_param", "zero_hpz_partition_size", "mics_shard_size")
+    }
     for key, value in others.items():
         if row.shards("params") and value is not None:
             raise ConfigError(
-                f"zero_optimization.{key}: must be left out with a pipeline, whose stages gather their parameters once in a step "
-                f"over all their ranks, got {value!r}; leave it out"
+                f"zero_optimization.{key}: must be left out with a pipeline, whose stages gather "
+                f"their parameters once in a step over all their ranks, got {value!r}; leave it out"
             )
     refused = {
         "compile": spec.compile, "units": spec.units, "order": spec.order,
     }  # fmt: skip
     fixes = {
-        "compile": "leave it out: a stage goes from one micro-batch to another as the order says, in no one graph",
+        "compile": (
+            "leave it out: a stage goes from one micro-batch to another as the order says, "
+            "in no one graph"
+        ),
         "units": "leave it out: each layer is a unit",
         "order": "leave it out",
     }
@@ -292,40 +375,46 @@ def _check_spec(spec: StepSpec, mesh: Mesh) -> None:
     fields = [getattr(one, "field", "transforms") for one in spec.transforms]
     if "checkpoint" in fields:
         raise ConfigError(
-            "checkpoint: must be None with a pipeline, got one; pass PipelineModule(activation_checkpoint_interval=…)"
+            "checkpoint: must be None with a pipeline, got one; pass "
+            "PipelineModule(activation_checkpoint_interval=…)"
         )
     if "random_ltd" in fields or cfg.drops_tokens:
         raise ConfigError(
-            "random_ltd: must be off with a pipeline, whose ranks number their own layers only, got it on; leave it out"
+            "random_ltd: must be off with a pipeline, whose ranks number their own layers only, "
+            "got it on; leave it out"
         )
     if cfg.drops_layers:
         raise ConfigError(
-            "progressive_layer_drop.enabled: must be false with a pipeline, whose layers take one input, got true; leave the "
-            "block out"
+            "progressive_layer_drop.enabled: must be false with a pipeline, whose layers take one "
+            "input, got true; leave the block out"
         )
     if cfg.compresses:
         raise ConfigError(
-            "compression_training: must be off with a pipeline, whose stages do not have all modules that it names, got it on; "
-            "leave the block out"
+            "compression_training: must be off with a pipeline, whose stages do not have all "
+            "modules that it names, got it on; leave the block out"
         )
     if "transforms" in fields:
         raise ConfigError(
-            "transforms: must be empty with a pipeline, whose stages do not have all modules that they change, got "
+            "transforms: must be empty with a pipeline, whose stages do not have all modules that "
+            "they change, got "
             f"{fields.count('transforms')}; leave them out"
         )
 
 
 def _check_fits(staged: StagedPlan, cfg: Config) -> None:
-    """Raises where ZeRO stage 3 would gather more than `stage3_max_live_parameters` for the micro-batches of a step."""
+    """Raises where ZeRO stage 3 would gather more than `stage3_max_live_parameters` for
+    the micro-batches of a step.
+    """
     numels = [sum(unit.gathered_numel for unit in plan.units) for plan in staged.stages]
     limit, most = cfg.zero_optimization.stage3_max_live_parameters, max(numels)
     if most > limit:
         m = staged.stages[0].num_micro_steps
         raise ConfigError(
-            f"zero_optimization.stage: 3 gathers the parameters of a pipeline's stage once for all micro-batches of a step, so "
-            f"they must be at most stage3_max_live_parameters, {limit:,}, got {most:,} on stage {numels.index(most)}; use more "
-            f"stages, or raise it (if each of {m} micro-batches gathered and reduced for itself, there were {3 * m} transfers in "
-            f"place of 2)"
+            f"zero_optimization.stage: 3 gathers the parameters of a pipeline's stage once for all "
+            f"micro-batches of a step, so they must be at most stage3_max_live_parameters, "
+            f"{limit:,}, got {most:,} on stage {numels.index(most)}; use more stages, or raise it "
+            f"(if each of {m} micro-batches gathered and reduced for itself, there were {3 * m} "
+            f"transfers in place of 2)"
         )
 
 
@@ -334,28 +423,30 @@ def _module_of(model: nn.Module, num_stages: int) -> PipelineModule:
     found = PipelineModule.of(model)  # type: ignore[arg-type]  # which it checks
     if found is model and found.num_stages != num_stages:
         raise ValueError(
-            f"mesh: its axis 'pipe' must have the {found.num_stages} stages of the PipelineModule, got {num_stages}; give both "
-            f"the same number"
+            f"mesh: its axis 'pipe' must have the {found.num_stages} stages of the PipelineModule, "
+            f"got {num_stages}; give both the same number"
         )
     loss_fn = found.loss_fn
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise ValueError(
-            f"loss_fn: must have no parameters, got {type(loss_fn).__name__} with some; make it the last layer, and leave "
-            f"loss_fn out"
+            f"loss_fn: must have no parameters, got {type(loss_fn).__name__} with some; make it "
+            f"the last layer, and leave loss_fn out"
         )
     return found
 
 
 def _check_groups(spec: StepSpec, layers: StageLayers, axis: RankAxis) -> None:
-    """Raises on every rank if a parameter group takes no parameter of any stage. *Collective* of the stages."""
+    """Raises on every rank if a parameter group takes no parameter of any stage.
+    *Collective* of the stages.
+    """
     groups = spec.param_groups
     own = [any(group_of(n, p, [group]) for n, p in layers.named_parameters()) for group in groups]
     every = collectives.exchange(own, axis, label=Label("compare")) if groups else []
     for index, taken in enumerate(zip(*every)):
         if not any(taken):
             raise ConfigError(
-                f"param_groups[{index}].params: must take a parameter of the model and takes none on any stage, got "
-                f"{groups[index]['params']!r}; names look like 3.weight"
+                f"param_groups[{index}].params: must take a parameter of the model and takes none "
+                f"on any stage, got {groups[index]['params']!r}; names look like 3.weight"
             )
 
 

@@ -1,4 +1,6 @@
-"""Keyed random numbers: a layer draws under a seed that is made of the numbers of the step, the layer and the micro-batch."""
+"""Keyed random numbers: a layer draws under a seed that is made of the numbers of the
+step, the layer and the micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class StepSeeds:
     """The seeds of one step.
 
     Attributes:
-        root: the number of the step, drawn from the state's random state. It is equal on all stages.
+        root: the number of the step, drawn from the state's random state. It is equal
+            on all stages.
         device: where layers draw.
 
     >>> seeds = StepSeeds(1, torch.device("cpu"))
@@ -30,7 +33,9 @@ class StepSeeds:
 
     def of(self, layer: int, micro_batch: int) -> int:
         """The seed of a layer and a micro-batch."""
-        digest = hashlib.blake2b(f"{self.root}/{layer}/{micro_batch}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(
+            f"{self.root}/{layer}/{micro_batch}".encode(), digest_size=8
+        ).digest()
         return int.from_bytes(digest, "little") >> 1
 
     def key(self, layer: int, micro_batch: int) -> None:
@@ -40,7 +45,9 @@ class StepSeeds:
 
 @contextmanager
 def keyed(device: torch.device) -> Iterator[StepSeeds]:
-    """Inside, layers draw keyed random numbers; afterwards the random state is that of the next step."""
+    """Inside, layers draw keyed random numbers; afterwards the random state is that of
+    the next step.
+    """
     root = int(torch.randint(2**62, ()))
     after = torch.get_rng_state()
     try:

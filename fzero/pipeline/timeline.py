@@ -1,8 +1,10 @@
-"""The predicted course of a step in a pipeline: when each stage computes, how long it waits, and what it stores.
+"""The predicted course of a step in a pipeline: when each stage computes, how long it
+waits, and what it stores.
 
-An order says what follows what; costs say how long it takes. A stage starts an event when it has ended the one before and has
-what the event needs. A message starts when it is made and the link to that stage is free. Nothing else takes time: no overhead
-per event, and sends do not slow down compute. Seconds and bytes only; no tensors.
+An order says what follows what; costs say how long it takes. A stage starts an event
+when it has ended the one before and has what the event needs. A message starts when it
+is made and the link to that stage is free. Nothing else takes time: no overhead per
+event, and sends do not slow down compute. Seconds and bytes only; no tensors.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ class PipelineTimeline:
         costs: by chunk.
         spans: by stage, the events that compute.
         messages: by stage, its sends, while they are under way.
-        stored: by stage, the most bytes that forwards have stored for backwards at one time.
+        stored: by stage, the most bytes that forwards have stored for backwards at one
+            time.
         state: by stage, the bytes of its parameters, gradients and optimizer state.
-        working: by stage, the most bytes that one forward or backward holds while it runs.
+        working: by stage, the most bytes that one forward or backward holds while it
+            runs.
         sent: by stage, the bytes that it sends to other stages.
     """
 
@@ -67,14 +71,20 @@ class PipelineTimeline:
 
     @property
     def nbytes(self) -> tuple[int, ...]:
-        """By stage, the peak: its state, the most that it stores, and what it holds while it computes."""
+        """By stage, the peak: its state, the most that it stores, and what it holds
+        while it computes.
+        """
         return tuple(map(sum, zip(self.state, self.stored, self.working, strict=True)))
 
 
 def chunk_costs(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[LayerCost, ...]:
-    """The costs of chunks from those of layers; an empty chunk costs nothing, and passes on what it gets.
+    """The costs of chunks from those of layers; an empty chunk costs nothing, and
+    passes on what it gets.
 
-    >>> [cost.forward for cost in chunk_costs([LayerCost(1, 2), LayerCost(3, 4), LayerCost(5, 6)], (0, 2, 3))]
+    >>> [
+    ...     cost.forward
+    ...     for cost in chunk_costs([LayerCost(1, 2), LayerCost(3, 4), LayerCost(5, 6)], (0, 2, 3))
+    ... ]
     [4, 5]
     """
     found = list[LayerCost]()
@@ -97,14 +107,19 @@ def chunk_costs(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[Laye
 
 
 def predict(
-    order: PipeOrder, costs: Sequence[LayerCost], *, bandwidth: float = math.inf, latency: float = 0.0
+    order: PipeOrder,
+    costs: Sequence[LayerCost],
+    *,
+    bandwidth: float = math.inf,
+    latency: float = 0.0,
 ) -> PipelineTimeline:
     """The timeline of an order.
 
     Args:
         order: checked (`plan_order`).
         costs: by chunk, of one micro-batch.
-        bandwidth: the bandwidth of the link from one stage to another, bytes per second in each direction.
+        bandwidth: the bandwidth of the link from one stage to another, bytes per second
+            in each direction.
         latency: seconds that each message takes besides.
 
     >>> from fzero.pipeline.orders import one_f_one_b
@@ -114,7 +129,8 @@ def predict(
     """
     if len(costs) != order.num_chunks:
         raise ValueError(
-            f"predict: costs must be one for each of the {order.num_chunks} chunks of the order, got {len(costs)}; "
+            f"predict: costs must be one for each of the {order.num_chunks} chunks of the order, "
+            f"got {len(costs)}; "
             "make them from those of layers with chunk_costs"
         )
     stages = [_Stage(order, stage, costs) for stage in range(order.stages)]
@@ -124,7 +140,9 @@ def predict(
     while has_moved:
         has_moved = False
         for stage in stages:
-            while (event := stage.next) is not None and not (event.kind.startswith("receive") and event not in arrived):
+            while (event := stage.next) is not None and not (
+                event.kind.startswith("receive") and event not in arrived
+            ):
                 has_moved = True
                 stage.place += 1
                 if event.kind in COMPUTE:
@@ -134,8 +152,12 @@ def predict(
                 else:
                     there, receive = receive_of(event, order.stage_of)
                     start = max(stage.now, free[stage.stage, there])
-                    nbytes = costs[event.chunk if event.kind == "send_output" else event.chunk - 1].output_nbytes
-                    stop = free[stage.stage, there] = arrived[receive] = start + latency + nbytes / bandwidth
+                    nbytes = costs[
+                        event.chunk if event.kind == "send_output" else event.chunk - 1
+                    ].output_nbytes
+                    stop = free[stage.stage, there] = arrived[receive] = (
+                        start + latency + nbytes / bandwidth
+                    )
                     stage.messages.append(EventSpan(event, start, stop))
                     stage.sent += nbytes
     assert all(stage.next is None for stage in stages), "check_order accepts no order that stops"
@@ -145,14 +167,21 @@ def predict(
         tuple(tuple(stage.spans) for stage in stages),
         tuple(tuple(stage.messages) for stage in stages),
         tuple(stage.most_stored for stage in stages),
-        tuple(sum(costs[chunk].state_nbytes for chunk in order.chunks_of(stage)) for stage in range(order.stages)),
-        tuple(max(costs[chunk].working_nbytes for chunk in order.chunks_of(stage)) for stage in range(order.stages)),
+        tuple(
+            sum(costs[chunk].state_nbytes for chunk in order.chunks_of(stage))
+            for stage in range(order.stages)
+        ),
+        tuple(
+            max(costs[chunk].working_nbytes for chunk in order.chunks_of(stage))
+            for stage in range(order.stages)
+        ),
         tuple(stage.sent for stage in stages),
     )
 
 
 def stored_over_time(timeline: PipelineTimeline, stage: int) -> Iterator[tuple[float, int]]:
-    """The bytes that a stage stores, and since when: from the beginning of each forward to the end of its backward.
+    """The bytes that a stage stores, and since when: from the beginning of each forward
+    to the end of its backward.
 
     >>> from fzero.pipeline.orders import one_f_one_b
     >>> timeline = predict(one_f_one_b(1, 2), [LayerCost(1, 2, stored_nbytes=5)])
@@ -171,7 +200,12 @@ class _Stage:
     """One stage on its way through its events."""
 
     def __init__(self, order: PipeOrder, stage: int, costs: Sequence[LayerCost]) -> None:
-        self.stage, self.events, self.costs, self.trains = stage, order.events[stage], costs, order.has_backward
+        self.stage, self.events, self.costs, self.trains = (
+            stage,
+            order.events[stage],
+            costs,
+            order.has_backward,
+        )
         self.place, self.now = 0, 0.0
         self.stored = self.most_stored = self.sent = 0
         self.spans, self.messages = list[EventSpan](), list[EventSpan]()
@@ -196,4 +230,6 @@ class _Stage:
 
 def _stores(event: PipeEvent, cost: LayerCost) -> int:
     """The bytes that an event stores, or releases; `W` needs what the forward stored."""
-    return cost.stored_nbytes * ((event.kind == "forward") - (event.kind in ("backward", "backward_weight")))
+    return cost.stored_nbytes * (
+        (event.kind == "forward") - (event.kind in ("backward", "backward_weight"))
+    )

@@ -1,4 +1,5 @@
-"""The plan of a step, as values without tensors: units, flat buffers, placements, the mesh, the order of gathers.
+"""The plan of a step, as values without tensors: units, flat buffers, placements, the
+mesh, the order of gathers.
 
 May import: config, comms and below. Begin with `fzero.plans.plan`.
 """

@@ -1,15 +1,22 @@
-"""`BufferDataflow`: how the tensors of one flat buffer flow through a step. The rules of the ZeRO stages, stated once.
+"""`BufferDataflow`: how the tensors of one flat buffer flow through a step. The rules
+of the ZeRO stages, stated once.
 
-1. The shards of the parameters are gathered over `gathers_over`; the model computes with full parameters.
-2. Micro-steps collect gradients in full (the last micro-step reduces them), or as a shard (every micro-step reduces its own).
-3. A reduction is a reduce-scatter over `scatters_over`, and then an all-reduce over `sums_over`.
+1. The shards of the parameters are gathered over `gathers_over`; the model computes
+  with full parameters.
+2. Micro-steps collect gradients in full (the last micro-step reduces them), or as a
+  shard (every micro-step reduces its own).
+3. A reduction is a reduce-scatter over `scatters_over`, and then an all-reduce over
+  `sums_over`.
 4. A rank updates all elements, or its shard.
-5. If a rank holds more of the parameters than it updates, the updated shards are all-gathered over `joins_over`.
+5. If a rank holds more of the parameters than it updates, the updated shards are
+  all-gathered over `joins_over`.
 
-A rule follows from the specs of the stage, the dtypes and the mesh, never from the number of the stage. The eager and the
-captured step, dry runs and `fzero.plans.traffic` read it here.
+A rule follows from the specs of the stage, the dtypes and the mesh, never from the
+number of the stage. The eager and the captured step, dry runs and `fzero.plans.traffic`
+read it here.
 
-Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards.
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F
+shards.
 """
 
 from __future__ import annotations
@@ -39,23 +46,29 @@ Extent = Literal["full", "shard"]
 """All elements of a flat buffer (P), or one rank's shard of the finest division (S)."""
 
 Holds = Literal["nothing", "sum", "result"]
-"""The content of the tensor in which a rank keeps a gradient: nothing of this step; the sum of earlier micro-steps; or the result
-of a reduction in the present backward (or in the last backward of the step, if another follows)."""
+"""The content of the tensor in which a rank keeps a gradient: nothing of this step; the
+sum of earlier micro-steps; or the result of a reduction in the present backward (or in
+the last backward of the step, if another follows)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradHome:
-    """Where a visit of a unit in a backward collects a flat gradient, and what it is added to.
+    """Where a visit of a unit in a backward collects a flat gradient, and what it is
+    added to.
 
-    Its *home* is the tensor of the state: all elements (P), or a shard (S). `BufferDataflow.home` makes this value.
+    Its *home* is the tensor of the state: all elements (P), or a shard (S).
+    `BufferDataflow.home` makes this value.
 
     Attributes:
-        fills: the memory in which the full gradient is collected: its `home`; a `copy` of the home on the device, which is
-            written back; or `scratch` memory.
+        fills: the memory in which the full gradient is collected: its `home`; a `copy`
+            of the home on the device, which is written back; or `scratch` memory.
         dtype: the dtype of this memory.
-        adds_to_sum: whether this memory holds the sum of earlier micro-steps, to which the gradient is added.
-        reduces: whether the gradient is reduced now; if not, the last micro-step reduces the sum.
-        adds_held: whether the home's shard is added to the reduced one before their sum over the replicate axes.
+        adds_to_sum: whether this memory holds the sum of earlier micro-steps, to which
+            the gradient is added.
+        reduces: whether the gradient is reduced now; if not, the last micro-step
+            reduces the sum.
+        adds_held: whether the home's shard is added to the reduced one before their sum
+            over the replicate axes.
         adds_late: whether the result of the reduction is added to the home.
         is_in_place: whether the reduction may write its result into the home.
         leaves: the content of the home afterwards.
@@ -73,22 +86,27 @@ class GradHome:
 
 @dataclass(frozen=True, slots=True)
 class BufferDataflow:
-    """How one flat buffer's parameters, gradients and updates flow between the ranks of a mesh. Lengths count elements.
+    """How one flat buffer's parameters, gradients and updates flow between the ranks of
+    a mesh. Lengths count elements.
 
     Attributes:
-        gathers_over: the axes over which parameters are sharded, and gathered before their use; empty if every rank holds all.
-        gathers_once: whether a step gathers them once, for all micro-steps and both directions.
+        gathers_over: the axes over which parameters are sharded, and gathered before
+            their use; empty if every rank holds all.
+        gathers_once: whether a step gathers them once, for all micro-steps and both
+            directions.
         scatters_over: the axes of the gradients' reduce-scatter; empty in stage 0.
-        sums_over: the axes of the all-reduce that follows: for shards the replicate axes; in stage 0 all axes, and it covers
-            all elements.
-        sums_late: whether micro-steps only add up shards; the sum over the replicate axes is made once, after the last one.
+        sums_over: the axes of the all-reduce that follows: for shards the replicate
+            axes; in stage 0 all axes, and it covers all elements.
+        sums_late: whether micro-steps only add up shards; the sum over the replicate
+            axes is made once, after the last one.
         reduces_to: the part of the reduced gradient that a rank gets.
         collects: the part of the gradient that a rank adds up over micro-steps.
         updates: the part of the parameters that a rank updates.
         joins_over: the axes over which updated shards are all-gathered.
         send_dtype: the dtype of a gradient in communication.
         keep_dtype: the dtype in which a gradient is kept and added up over micro-steps.
-        param_numel, grad_numel: elements of the parameters and of the gradients that a rank keeps.
+        param_numel, grad_numel: elements of the parameters and of the gradients that a
+            rank keeps.
         reduced_numel: elements of the reduced gradient that a rank gets.
         updated_numel: elements of the part that a rank updates.
 
@@ -127,7 +145,14 @@ class BufferDataflow:
     updated_numel: int
 
     @classmethod
-    def of(cls, specs: StageSpecs, dtypes: Dtypes, partition: Partition, mesh: Mesh, axes: tuple[str, ...]) -> Self:
+    def of(
+        cls,
+        specs: StageSpecs,
+        dtypes: Dtypes,
+        partition: Partition,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+    ) -> Self:
         """The dataflow of a flat buffer.
 
         Args:
@@ -140,10 +165,17 @@ class BufferDataflow:
         padded_numel = partition.padded_numel
 
         def held(spec: Spec) -> int:
-            return padded_numel // num_ranks(mesh, spec.axes) if isinstance(spec, Sharded) else padded_numel
+            return (
+                padded_numel // num_ranks(mesh, spec.axes)
+                if isinstance(spec, Sharded)
+                else padded_numel
+            )
 
         gathers_over = specs.params.axes if isinstance(specs.params, Sharded) else ()
-        sums_all, updates_shard = isinstance(specs.grads, Replicated), isinstance(specs.optimizer, Sharded)
+        sums_all, updates_shard = (
+            isinstance(specs.grads, Replicated),
+            isinstance(specs.optimizer, Sharded),
+        )
         param_numel, updated_numel = held(specs.params), held(specs.optimizer)
         collects: Extent = "full" if held(specs.grads) == padded_numel else "shard"
         sums_over = sum_order(mesh) if sums_all else replicate_axes(mesh, axes)
@@ -182,7 +214,14 @@ class BufferDataflow:
         ...     flow, holds = BufferDataflow.of(STAGES[stage], *of_all), "nothing"
         ...     for is_last in (False, True):
         ...         home = flow.home(holds, is_last=is_last)
-        ...         print(stage, home.fills, home.adds_to_sum, home.reduces, home.adds_late, home.is_in_place)
+        ...         print(
+        ...             stage,
+        ...             home.fills,
+        ...             home.adds_to_sum,
+        ...             home.reduces,
+        ...             home.adds_late,
+        ...             home.is_in_place,
+        ...         )
         ...         holds = home.leaves
         1 home False False False True
         1 home True True False True
@@ -190,7 +229,8 @@ class BufferDataflow:
         2 scratch False True True False
         """
         is_full, is_cast = self.collects == "full", self.keep_dtype != self.send_dtype
-        # The home of a gradient that only one micro-step collects would have to be cast before it is sent.
+        # The home of a gradient that only one micro-step collects would have to be cast before it
+        # is sent.
         keeps = is_full and holds != "result" and not (is_cast and is_last and holds == "nothing")
         adds_to_sum = keeps and holds == "sum"
         adds_held = self.sums_late and holds == "sum" and is_last
@@ -208,11 +248,13 @@ class BufferDataflow:
 
 
 def carried(holds: Holds, *, is_first: bool, was_last: bool) -> Holds:
-    """The content of a gradient's home when a backward begins, from that at the end of the backward before.
+    """The content of a gradient's home when a backward begins, from that at the end of
+    the backward before.
 
     Args:
         is_first: whether this is the first backward since the last update.
-        was_last: whether the backward before was the last one of its step; if another one follows, it adds to the result.
+        was_last: whether the backward before was the last one of its step; if another
+            one follows, it adds to the result.
     """
     return "nothing" if is_first else holds if was_last and holds == "result" else "sum"
 
@@ -229,10 +271,12 @@ ByAxis = Mapping[str, CommHook]
 
 @dataclass(frozen=True, slots=True)
 class CommHooks:
-    """The comm hooks by axis; along an axis that is not named, numbers are sent exactly.
+    """The comm hooks by axis; along an axis that is not named, numbers are sent
+    exactly.
 
     Attributes:
-        gather: for gathers of trained parameters, in the forward and the backward of stage 3.
+        gather: for gathers of trained parameters, in the forward and the backward of
+            stage 3.
         frozen: for gathers of frozen parameters.
         reduce: for reductions of gradients.
     """
@@ -245,11 +289,21 @@ class CommHooks:
         return bool(self.gather or self.frozen or self.reduce)
 
     def of_gathers(self, dtype: str, *, trained: bool) -> ByAxis:
-        """Those for gathers of parameters; codes (packed weights) are no numbers to round, and are sent exactly."""
-        return (self.gather if trained else self.frozen) if torch_dtype(dtype).is_floating_point else {}
+        """Those for gathers of parameters; codes (packed weights) are no numbers to
+        round, and are sent exactly.
+        """
+        return (
+            (self.gather if trained else self.frozen)
+            if torch_dtype(dtype).is_floating_point
+            else {}
+        )
 
     def __str__(self) -> str:
-        parts = {"gathers": self.gather, "gathers of frozen parameters": self.frozen, "reductions": self.reduce}
+        parts = {
+            "gathers": self.gather,
+            "gathers of frozen parameters": self.frozen,
+            "reductions": self.reduce,
+        }
         return ", ".join(
             f"{name} along {axis} through {hook.name}"
             for name, hooks in parts.items()

@@ -1,8 +1,10 @@
-"""Flat buffers: the parameters of a unit that share one layout, one set of dtypes and one row of the stage table.
+"""Flat buffers: the parameters of a unit that share one layout, one set of dtypes and
+one row of the stage table.
 
-Parameters of a unit share a flat buffer if they are of one `FlatParamKind`. Frozen parameters have flat buffers of their own.
-So have small parameters, which every rank holds in full even in stage 3. The layout is the same in all stages, so that all
-stages add the same numbers in the same order.
+Parameters of a unit share a flat buffer if they are of one `FlatParamKind`. Frozen
+parameters have flat buffers of their own. So have small parameters, which every rank
+holds in full even in stage 3. The layout is the same in all stages, so that all stages
+add the same numbers in the same order.
 
 Shape letters: P padded elements of a buffer = F·S, S elements of a shard, F shards.
 """
@@ -31,15 +33,18 @@ from sharding.specs import DEVICE, Placement
 from sharding.views import dtype_name
 
 ALIGNMENT = 32
-"""Shards are a multiple of this many elements, so that a vectorised kernel meets the same lanes in every stage.
+"""Shards are a multiple of this many elements, so that a vectorised kernel meets the
+same lanes in every stage.
 
-If several ranks hold the same shard, each rank's part of it is such a multiple, too. So P is the same on all meshes of W
-ranks."""
+If several ranks hold the same shard, each rank's part of it is such a multiple, too. So
+P is the same on all meshes of W ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatParamPlan:
-    """One flat buffer of a unit: parameters of one dtype and group, all trainable or all frozen, all small or all not."""
+    """One flat buffer of a unit: parameters of one dtype and group, all trainable or
+    all frozen, all small or all not.
+    """
 
     key: str
     layout: FlatLayout
@@ -47,14 +52,19 @@ class FlatParamPlan:
     trainable: bool
     row: StageSpecs
     flow: BufferDataflow = field(repr=False)
-    """How the buffer flows through a step: derived from `row`, `dtypes` and the mesh."""
+    """How the buffer flows through a step: derived from `row`, `dtypes` and the mesh.
+    """
     group: int = 0
     rule: str = ""
-    """The optimizer's update rule for it (Muon has one for matrices, one for the rest); see `OptimizerBlock.kind_of`."""
+    """The optimizer's update rule for it (Muon has one for matrices, one for the rest);
+    see `OptimizerBlock.kind_of`.
+    """
     elementwise: bool = True
     """Whether the optimizer treats each element separately."""
     start: int = 0
-    """The update in which the optimizer state began; parameters that differ in it have different buffers."""
+    """The update in which the optimizer state began; parameters that differ in it have
+    different buffers.
+    """
     placement: Placement = DEVICE
     """The placement of the master, if there is one."""
     param_placement: Placement = DEVICE
@@ -62,7 +72,9 @@ class FlatParamPlan:
     params: TensorSpec = field(init=False, repr=False, compare=False)
     """The parameters that the model computes with."""
     master: TensorSpec = field(init=False, repr=False, compare=False)
-    """The tensor that the optimizer updates; in stages 1 and 2 without a separate copy, a shard of `params`."""
+    """The tensor that the optimizer updates; in stages 1 and 2 without a separate copy,
+    a shard of `params`.
+    """
     grads: TensorSpec = field(init=False, repr=False, compare=False)
     """The tensor in which gradients are accumulated."""
     padded_numel: int = field(init=False, repr=False, compare=False)
@@ -70,8 +82,8 @@ class FlatParamPlan:
     shard_numel: int = field(init=False, repr=False, compare=False)
     """S."""
     has_master: bool = field(init=False, repr=False, compare=False)
-    """Whether a copy of higher precision exists, from which the parameters are made: the master of trained parameters, or the
-    original values of frozen ones."""
+    """Whether a copy of higher precision exists, from which the parameters are made:
+    the master of trained parameters, or the original values of frozen ones."""
 
     def __post_init__(self) -> None:
         row, dtypes, partition = self.row, self.dtypes, self.layout.partition
@@ -94,7 +106,8 @@ class FlatParamPlan:
         return replace(self, row=row, flow=flow, param_placement=DEVICE)
 
     def is_long(self, spec: TensorSpec) -> bool:
-        """Whether a tensor of the optimizer state has as many elements as the buffer, and is divided in the same way.
+        """Whether a tensor of the optimizer state has as many elements as the buffer,
+        and is divided in the same way.
 
         (Row sums, which every rank holds in full, may happen to have the same length.)
         """
@@ -102,13 +115,16 @@ class FlatParamPlan:
 
     @property
     def joins_shards(self) -> bool:
-        """Whether a rank holds a shard of the parameters and updates only a part of that shard (hpZ)."""
+        """Whether a rank holds a shard of the parameters and updates only a part of
+        that shard (hpZ).
+        """
         return bool(self.flow.gathers_over and self.flow.joins_over)
 
     @property
     def updates_whole(self) -> bool:
-        """Whether state off the device is updated in full instead of by sub-groups. It is if elements depend on each other, or if
-        the updated part is gathered from other ranks before it is written back."""
+        """Whether state off the device is updated in full instead of by sub-groups. It
+        is if elements depend on each other, or if the updated part is gathered from
+        other ranks before it is written back."""
         return not self.elementwise or (self.joins_shards and self.param_placement.is_away)
 
 
@@ -117,7 +133,8 @@ class UnitPlan:
     """Parameters that are gathered, released and reduced together.
 
     Attributes:
-        gathered_numel: padded elements that a gather of this unit allocates; 0 where every rank holds the unit in full.
+        gathered_numel: padded elements that a gather of this unit allocates; 0 where
+            every rank holds the unit in full.
         trained: the names of its trained parameters.
     """
 
@@ -167,7 +184,9 @@ class FlatParamKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitPlanner:
-    """Divides the parameters of a unit into flat buffers. Other arguments: see `fzero.plans.plan.plan`."""
+    """Divides the parameters of a unit into flat buffers. Other arguments: see
+    `fzero.plans.plan.plan`.
+    """
 
     cfg: Config
     mesh: Mesh
@@ -178,15 +197,23 @@ class UnitPlanner:
     order: OrderFunction | Sequence[str]
     _precision: Precision = field(init=False, repr=False, compare=False)
     _axes: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    _kinds: dict[tuple[Any, ...], FlatParamKind] = field(default_factory=dict, init=False, repr=False)
-    _flows: dict[tuple[int, Partition], BufferDataflow] = field(default_factory=dict, init=False, repr=False)
+    _kinds: dict[tuple[Any, ...], FlatParamKind] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _flows: dict[tuple[int, Partition], BufferDataflow] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_precision", self.cfg.precision)
         object.__setattr__(self, "_axes", shard_axes(self.mesh, self.cfg.zero_optimization))
 
-    def plan(self, unit: str, params: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]) -> UnitPlan:
-        """The flat buffers of one unit, from its parameters as declared, and from all modules of the model by name."""
+    def plan(
+        self, unit: str, params: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]
+    ) -> UnitPlan:
+        """The flat buffers of one unit, from its parameters as declared, and from all
+        modules of the model by name.
+        """
         found: dict[int, tuple[FlatParamKind, dict[str, nn.Parameter]]] = {}
         for name, param in params.items():
             kind = self._kind_of(name, param, type(modules[name.rpartition(".")[0]]))
@@ -200,23 +227,45 @@ class UnitPlanner:
         small = param.numel() < self.cfg.zero_optimization.stage3_param_persistence_threshold
         rest = is_trained, small, group, rule, self.starts.get(name, 0) if is_trained else 0
         if (kind := self._kinds.get(alike := (param.dtype, owner, rest))) is None:
-            made = FlatParamKind(self._precision.dtypes_of(dtype_name(param.dtype), owner, trainable=is_trained), *rest)
-            kind = self._kinds[alike] = next((known for known in self._kinds.values() if known == made), made)
+            made = FlatParamKind(
+                self._precision.dtypes_of(dtype_name(param.dtype), owner, trainable=is_trained),
+                *rest,
+            )
+            kind = self._kinds[alike] = next(
+                (known for known in self._kinds.values() if known == made), made
+            )
         return kind
 
-    def _flat_param(self, unit: str, kind: FlatParamKind, params: Mapping[str, nn.Parameter]) -> FlatParamPlan:
+    def _flat_param(
+        self, unit: str, kind: FlatParamKind, params: Mapping[str, nn.Parameter]
+    ) -> FlatParamPlan:
         zero, axes = self.cfg.zero_optimization, self._axes
         num_shards = num_ranks(self.mesh, axes)
         names = ordered(tuple(params), self.order, num_shards)
         shapes = tuple(tuple(params[name].shape) for name in names)
-        layout = FlatLayout(names, shapes, num_shards, multiple_of=ALIGNMENT * self.mesh.size // num_shards)
+        layout = FlatLayout(
+            names, shapes, num_shards, multiple_of=ALIGNMENT * self.mesh.size // num_shards
+        )
         row = (zero.row.gathered if kind.small else zero.row).over(axes)
         division = id(kind), layout.partition
         if (flow := self._flows.get(division)) is None:
-            flow = self._flows[division] = BufferDataflow.of(row, kind.dtypes, layout.partition, self.mesh, axes)
+            flow = self._flows[division] = BufferDataflow.of(
+                row, kind.dtypes, layout.partition, self.mesh, axes
+            )
         elementwise = self.optimizers[kind.group].is_elementwise(kind.rule)
         key, dtypes, group = f"{unit}/{kind}", kind.dtypes, kind.group
-        return FlatParamPlan(key, layout, dtypes, kind.trainable, row, flow, group, kind.rule, elementwise, kind.start)
+        return FlatParamPlan(
+            key,
+            layout,
+            dtypes,
+            kind.trainable,
+            row,
+            flow,
+            group,
+            kind.rule,
+            elementwise,
+            kind.start,
+        )
 
 
 def optimizer_specs(
@@ -225,13 +274,17 @@ def optimizer_specs(
     """The specs of the optimizer state, by flat buffer."""
 
     @cache  # those of an elementwise one serve all buffers of a group, rule, dtype and length
-    def specs_of(master: TensorSpec, group: int, rule: str, dtype: str, contents: optim.ShardContents | None) -> Any:
-        return mixed_precision(optimizers[group].transform(contents=contents, kind=rule), state_dtype=dtype).specs(
-            master
-        )
+    def specs_of(
+        master: TensorSpec, group: int, rule: str, dtype: str, contents: optim.ShardContents | None
+    ) -> Any:
+        return mixed_precision(
+            optimizers[group].transform(contents=contents, kind=rule), state_dtype=dtype
+        ).specs(master)
 
     specs = {}
     for buffer in buffers:
         contents = None if buffer.elementwise else optim.ShardContents(buffer.layout, ranks=(0,))
-        specs[buffer.key] = specs_of(buffer.master, buffer.group, buffer.rule, buffer.dtypes.optimizer, contents)
+        specs[buffer.key] = specs_of(
+            buffer.master, buffer.group, buffer.rule, buffer.dtypes.optimizer, contents
+        )
     return specs

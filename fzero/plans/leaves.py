@@ -1,6 +1,8 @@
-"""`StateLeaf`: the tensors of the state of one flat buffer, and their names. They are listed only here.
+"""`StateLeaf`: the tensors of the state of one flat buffer, and their names. They are
+listed only here.
 
-Module buffers, random states and comm hooks' states belong to no flat buffer and have names of their own.
+Module buffers, random states and comm hooks' states belong to no flat buffer and have
+names of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ Quantity = Literal["params", "master", "grads", "optimizer"]
 class StateLeaf(NamedTuple):
     """One tensor of a flat buffer's state.
 
-    >>> leaf = StateLeaf("optimizer", "h.0/float32", ".exp_avg", TensorSpec((64,), "float32"), is_long=True)
+    >>> leaf = StateLeaf(
+    ...     "optimizer", "h.0/float32", ".exp_avg", TensorSpec((64,), "float32"), is_long=True
+    ... )
     >>> leaf.placed_as, leaf.state_name
     ('optimizer/h.0/float32/exp_avg', "state.optimizer['h.0/float32'].exp_avg")
     >>> leaf.stream_name
@@ -31,12 +35,16 @@ class StateLeaf(NamedTuple):
     key: str
     """The key of the flat buffer."""
     path: str
-    """The path of a tensor within the optimizer state, as Python reads it (`.exp_avg`, `[1].exp_avg` in a chain); else empty."""
+    """The path of a tensor within the optimizer state, as Python reads it (`.exp_avg`,
+    `[1].exp_avg` in a chain); else empty.
+    """
     spec: TensorSpec
     is_long: bool
     """Whether it has as many elements as the buffer (`FlatParamPlan.is_long`)."""
     is_updated: bool = False
-    """Whether it is the tensor that the optimizer updates: the master, or the parameters where there is none."""
+    """Whether it is the tensor that the optimizer updates: the master, or the
+    parameters where there is none.
+    """
 
     @property
     def short(self) -> str:
@@ -55,21 +63,33 @@ class StateLeaf(NamedTuple):
 
     @property
     def stream_name(self) -> str:
-        """The name of the tensor in its stream and its file. For the updated tensor this is the buffer's key."""
+        """The name of the tensor in its stream and its file. For the updated tensor
+        this is the buffer's key.
+        """
         if self.is_updated:
             return self.key
-        return f"{self.key}/state{self.path}" if self.quantity == "optimizer" else stream_name(self.quantity, self.key)
+        return (
+            f"{self.key}/state{self.path}"
+            if self.quantity == "optimizer"
+            else stream_name(self.quantity, self.key)
+        )
 
 
 @cache  # a step asks for it several times per unit
 def stream_name(quantity: Literal["params", "master", "grads"], key: str) -> str:
-    """The name of a flat buffer's tensor in its stream and its file, unless it is the updated tensor."""
+    """The name of a flat buffer's tensor in its stream and its file, unless it is the
+    updated tensor.
+    """
     return f"{key}/{quantity}"
 
 
 def state_leaves(buffer: FlatParamPlan, optimizer: Mapping[str, Any]) -> list[StateLeaf]:
-    """All tensors of the state of a flat buffer; `optimizer` are the specs of all optimizer states (`Plan.optimizer`)."""
-    leaves = [StateLeaf("params", buffer.key, "", buffer.params, True, is_updated=not buffer.has_master)]
+    """All tensors of the state of a flat buffer; `optimizer` are the specs of all
+    optimizer states (`Plan.optimizer`).
+    """
+    leaves = [
+        StateLeaf("params", buffer.key, "", buffer.params, True, is_updated=not buffer.has_master)
+    ]
     if buffer.has_master:
         leaves.append(StateLeaf("master", buffer.key, "", buffer.master, True, is_updated=True))
     if buffer.trainable:
@@ -78,7 +98,9 @@ def state_leaves(buffer: FlatParamPlan, optimizer: Mapping[str, Any]) -> list[St
 
 
 def optimizer_leaves(buffer: FlatParamPlan, optimizer: Mapping[str, Any]) -> list[StateLeaf]:
-    """The tensors of a flat buffer's optimizer state, in the order of its leaves; none for a frozen buffer."""
+    """The tensors of a flat buffer's optimizer state, in the order of its leaves; none
+    for a frozen buffer.
+    """
     if not buffer.trainable:
         return []
     specs, structure = optree.tree_flatten(optimizer[buffer.key])

@@ -1,8 +1,10 @@
 """The axes of a job's mesh, and which quantity is sharded over which of them.
 
-The axis `"data"` is the inner one: the state is sharded over it, as the stage says. There are two cases for any other axis, such
-as `"node"`: the state is replicated over it (hybrid sharding, MiCS), or gradients and optimizer state are sharded over it, too
-(hpZ of ZeRO++). Sums are made along `"data"` first, and then along the other axes from the last one of the mesh to the first.
+The axis `"data"` is the inner one: the state is sharded over it, as the stage says.
+There are two cases for any other axis, such as `"node"`: the state is replicated over
+it (hybrid sharding, MiCS), or gradients and optimizer state are sharded over it, too
+(hpZ of ZeRO++). Sums are made along `"data"` first, and then along the other axes from
+the last one of the mesh to the first.
 
 Shape letters: W ranks, L of them along "data", N = W / L along "node".
 """
@@ -21,52 +23,75 @@ from sharding import DATA, Mesh
 NODE = "node"
 
 PARTS_OF_MODEL = {
-    "pipe": "the plan of a stage is make_train_step(…).plan, those of all stages fzero.resharding.staged_plan(step), and "
+    "pipe": "the plan of a stage is make_train_step(…).plan, those of all stages "
+    "fzero.resharding.staged_plan(step), and "
     "fzero.estimation.plan_pipeline predicts a pipeline",
 }
-"""The mesh axes along which ranks hold different parts of the model, each with where to find the plans of these."""
+"""The mesh axes along which ranks hold different parts of the model, each with where to
+find the plans of these.
+"""
 
 OTHER_AXES = {
     "tensor parallelism": ("tensor", "tp", "model", "mp"),
-    "context or sequence parallelism": ("context", "cp", "sequence", "seq", "sp", "ring", "ulysses"),
+    "context or sequence parallelism": (
+        "context",
+        "cp",
+        "sequence",
+        "seq",
+        "sp",
+        "ring",
+        "ulysses",
+    ),
     "expert parallelism": ("expert", "ep", "moe"),
     "a pipeline": ("pp", "pipeline", "stage"),
 }
-"""Names of axes that mean other parallelisms elsewhere, in lower case and without the word parallel."""
+"""Names of axes that mean other parallelisms elsewhere, in lower case and without the
+word parallel.
+"""
 
 OF_FZERO = {"a pipeline": "a pipeline's axis is 'pipe', for a PipelineModule"}
 """The parallelisms among these that fzero has, each with its own axis."""
 
 
 def other_parallelism(name: str) -> str | None:
-    """The parallelism for which the name of an axis stands in other programs; None for any other name.
+    """The parallelism for which the name of an axis stands in other programs; None for
+    any other name.
 
-    >>> other_parallelism("Tensor_Parallel"), other_parallelism("ep_size"), other_parallelism("replica")
+    >>> (
+    ...     other_parallelism("Tensor_Parallel"),
+    ...     other_parallelism("ep_size"),
+    ...     other_parallelism("replica"),
+    ... )
     ('tensor parallelism', 'expert parallelism', None)
     """
     word = re.sub(r"[^a-z]|parallel(ism)?|size|axis|dim|ranks?$", "", name.lower())
-    return next((what for what, names in OTHER_AXES.items() if word.removesuffix("s") in names), None)
+    return next(
+        (what for what, names in OTHER_AXES.items() if word.removesuffix("s") in names), None
+    )
 
 
 def check_mesh(given: object) -> None:
-    """Raises a ValueError unless `given` is a mesh of named axes that mean what their names say, or None."""
+    """Raises a ValueError unless `given` is a mesh of named axes that mean what their
+    names say, or None.
+    """
     if given is not None and not isinstance(given, Mesh):
         raise ValueError(
-            f"mesh: must be a mesh of named axes, an axis of ranks (fzero.join(), fzero.comms.AbstractAxis) or None, got "
-            f"{given!r}; pass sharding.Mesh.of(node=2, data=4), say"
+            f"mesh: must be a mesh of named axes, an axis of ranks (fzero.join(), "
+            f"fzero.comms.AbstractAxis) or None, got {given!r}; pass sharding.Mesh.of(node=2, "
+            f"data=4), say"
         )
     if given is not None and WORLD in given.names:
         raise ValueError(
-            f"mesh: no axis may be named {WORLD!r}, which is the name of all ranks together in CommRecord, got {given}; give "
-            f"the axis another name"
+            f"mesh: no axis may be named {WORLD!r}, which is the name of all ranks together in "
+            f"CommRecord, got {given}; give the axis another name"
         )
     for name, size in given.axes if given is not None else ():
         if size > 1 and (what := other_parallelism(name)):
             fix = OF_FZERO.get(what, f"fzero has no {what}")
             raise ValueError(
-                f"mesh: every axis but {DATA!r} holds copies of the same state, with another part of the batch on each (hybrid "
-                f"sharding), got {name!r} in {given}, which elsewhere means {what}; name it {NODE!r} if copies are meant, else "
-                f"leave it out: {fix}"
+                f"mesh: every axis but {DATA!r} holds copies of the same state, with another part "
+                f"of the batch on each (hybrid sharding), got {name!r} in {given}, which elsewhere "
+                f"means {what}; name it {NODE!r} if copies are meant, else leave it out: {fix}"
             )
 
 
@@ -80,7 +105,8 @@ def sum_order(mesh: Mesh) -> tuple[str, ...]:
 
 
 def shard_axes(mesh: Mesh, zero: ZeroOptimization) -> tuple[str, ...]:
-    """The axes over which the optimizer state is sharded, major first. Its shards are the finest.
+    """The axes over which the optimizer state is sharded, major first. Its shards are
+    the finest.
 
     >>> mesh = Mesh.of(node=2, data=4)
     >>> shard_axes(mesh, ZeroOptimization(stage=3))
@@ -94,7 +120,8 @@ def shard_axes(mesh: Mesh, zero: ZeroOptimization) -> tuple[str, ...]:
 
 
 def replicate_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes of several ranks along which the shards (cut over `axes`) are replicated, in the order of the sums.
+    """The axes of several ranks along which the shards (cut over `axes`) are
+    replicated, in the order of the sums.
 
     >>> replicate_axes(Mesh.of(node=2, data=4), ("data",))
     ('node',)
@@ -103,11 +130,14 @@ def replicate_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def mesh_of(zero: ZeroOptimization, world_size: int, given: Mesh | None = None) -> Mesh:
-    """The mesh of a job of `world_size` ranks: the one given, or the one that the configuration means.
+    """The mesh of a job of `world_size` ranks: the one given, or the one that the
+    configuration means.
 
     Raises:
-        ConfigError: the configuration's mesh does not divide the ranks, or is not the one given.
-        ValueError: `world_size` is no positive integer, or the given mesh has another number of ranks.
+        ConfigError: the configuration's mesh does not divide the ranks, or is not the
+            one given.
+        ValueError: `world_size` is no positive integer, or the given mesh has another
+            number of ranks.
 
     >>> mesh_of(ZeroOptimization(stage=3, mics_shard_size=4), 8).axes
     (('node', 2), ('data', 4))
@@ -116,39 +146,44 @@ def mesh_of(zero: ZeroOptimization, world_size: int, given: Mesh | None = None) 
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(
-            f"world_size: must be a positive integer, got {world_size!r}; say how many ranks share the model, or leave it out"
+            f"world_size: must be a positive integer, got {world_size!r}; say how many ranks share "
+            f"the model, or leave it out"
         )
     if given is not None and given.size != world_size:
         sizes = " × ".join(str(size) for _, size in given.axes)
         raise ValueError(
-            f"mesh: its axes must hold all {world_size} ranks of the job, got {sizes} = {given.size} in {given}; give axes "
-            f"whose sizes multiply to {world_size}"
+            f"mesh: its axes must hold all {world_size} ranks of the job, got {sizes} = "
+            f"{given.size} in {given}; give axes whose sizes multiply to {world_size}"
         )
     key, num_shards = _named(zero)
     if num_shards is None:
         return given or Mesh(((DATA, world_size),))
     if num_shards > world_size:
         raise ConfigError(
-            f"zero_optimization.{key}: must be at most the {world_size} ranks of the job, got {num_shards}; lower it, or "
-            f"start more ranks"
+            f"zero_optimization.{key}: must be at most the {world_size} ranks of the job, got "
+            f"{num_shards}; lower it, or start more ranks"
         )
     if world_size % num_shards:
         sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         raise ConfigError(
-            f"zero_optimization.{key}: must divide the {world_size} ranks of the job, got {num_shards}; take one of {sizes}"
+            f"zero_optimization.{key}: must divide the {world_size} ranks of the job, got "
+            f"{num_shards}; take one of {sizes}"
         )
     if given is None:
         return Mesh(((NODE, world_size // num_shards), (DATA, num_shards)))
     if given.axis_size(DATA) != num_shards:
         raise ConfigError(
-            f"zero_optimization.{key}: must be the size of the axis {DATA!r} where a mesh of several axes is given, which is "
-            f"{given.axis_size(DATA)}, got {num_shards}; leave one of them out"
+            f"zero_optimization.{key}: must be the size of the axis {DATA!r} where a mesh of "
+            f"several axes is given, which is {given.axis_size(DATA)}, got {num_shards}; leave one "
+            f"of them out"
         )
     return given
 
 
 def _named(zero: ZeroOptimization) -> tuple[str, int | None]:
-    """The key that sets the size of the axis "data", and its value; None where it has no effect."""
+    """The key that sets the size of the axis "data", and its value; None where it has
+    no effect.
+    """
     if zero.zero_hpz_partition_size is not None and zero.row.shards("params"):
         return "zero_hpz_partition_size", zero.zero_hpz_partition_size
     return "mics_shard_size", zero.mics_shard_size if zero.row.shards("optimizer") else None

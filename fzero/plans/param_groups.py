@@ -1,7 +1,9 @@
-"""Parameter groups, and the optimizer of each: the configuration's, or a user's transform.
+"""Parameter groups, and the optimizer of each: the configuration's, or a user's
+transform.
 
-The entries of `param_groups` are groups 1, 2, … A parameter is in the first group that selects it. Group 0 holds the rest, and
-has the configuration's optimizer (or `transform=`).
+The entries of `param_groups` are groups 1, 2, … A parameter is in the first group that
+selects it. Group 0 holds the rest, and has the configuration's optimizer (or
+`transform=`).
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ if TYPE_CHECKING:
     from fzero.optim.fragments import ShardContents
 
 ParamGroup = Mapping[str, Any]
-"""Hyper-parameters that differ from the configuration's, or a `"transform"` (see `OwnTransform`) with or without an `"lr"`.
-The key `"params"` selects the parameters: a regular expression that is searched for in a name, or a function of name and
-parameter."""
+"""Hyper-parameters that differ from the configuration's, or a `"transform"` (see
+`OwnTransform`) with or without an `"lr"`. The key `"params"` selects the parameters: a
+regular expression that is searched for in a name, or a function of name and parameter.
+"""
 
 OwnTransform = Transform | Callable[[Any], Transform]
-"""A user's transform, or a function of the learning rate that makes one. It must be elementwise, because it works on shards.
+"""A user's transform, or a function of the learning rate that makes one. It must be
+elementwise, because it works on shards.
 
 The learning rate is a number, or a 0-d tensor if the whole step is compiled."""
 
@@ -53,8 +57,8 @@ class UserTransform:
     def __post_init__(self) -> None:
         if not isinstance(self.make, Transform) and not callable(self.make):
             raise ConfigError(
-                f"{self.field}: must be a Transform or a function of the learning rate that makes one, got {self.make!r}; "
-                f"see fzero.optim.transforms"
+                f"{self.field}: must be a Transform or a function of the learning rate that makes "
+                f"one, got {self.make!r}; see fzero.optim.transforms"
             )
 
     def check(self) -> None:
@@ -65,12 +69,14 @@ class UserTransform:
             made = self.transform()
         except TypeError as error:  # a class of torch.optim, say, which takes parameters first
             raise ConfigError(
-                f"{self.field}: must make a Transform of a learning rate, got {shown(self.make)}, which raises {error}; pass "
-                f"lambda lr: fzero.optim.torch_optimizer(cls, lr=lr) for a class of torch.optim, or see fzero.optim.transforms"
+                f"{self.field}: must make a Transform of a learning rate, got {shown(self.make)}, "
+                f"which raises {error}; pass lambda lr: fzero.optim.torch_optimizer(cls, lr=lr) "
+                f"for a class of torch.optim, or see fzero.optim.transforms"
             ) from error
         if not isinstance(made, Transform):
             raise ConfigError(
-                f"{self.field}: must make a Transform of a learning rate, got {made!r}; return one, see fzero.optim.transforms"
+                f"{self.field}: must make a Transform of a learning rate, got {made!r}; return "
+                f"one, see fzero.optim.transforms"
             )
         try:
             optim.check_elementwise(made, name=self.field)
@@ -82,8 +88,12 @@ class UserTransform:
 
     @property
     def outcome(self) -> str:
-        """The result of three updates of fixed numbers as text, rounded to three digits. Ranks compare their transforms by it."""
-        param, grads = optim.elementwise.trial_tensors(torch.float32, optim.elementwise.Trial(numel=32, num_updates=3))
+        """The result of three updates of fixed numbers as text, rounded to three
+        digits. Ranks compare their transforms by it.
+        """
+        param, grads = optim.elementwise.trial_tensors(
+            torch.float32, optim.elementwise.Trial(numel=32, num_updates=3)
+        )
         transform = self.transform()
         state = transform.init(param)
         with torch.random.fork_rng(devices=[]):
@@ -94,11 +104,15 @@ class UserTransform:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it was given as a transform, which ignores the learning rate of the step."""
+        """Whether it was given as a transform, which ignores the learning rate of the
+        step.
+        """
         return isinstance(self.make, Transform)
 
     def is_elementwise(self, kind: str) -> bool:
-        """Whether it updates shards; a `fzero.optim.whole_params.WholeParams` updates whole parameters."""
+        """Whether it updates shards; a `fzero.optim.whole_params.WholeParams` updates
+        whole parameters.
+        """
         return not self._takes_contents
 
     @property
@@ -111,22 +125,29 @@ class UserTransform:
     def transform(
         self, *, lr: float | Tensor | None = None, contents: ShardContents | None = None, **_: Any
     ) -> Transform:
-        """The transform at a learning rate. The other arguments of `OptimizerBlock.transform` have no effect."""
+        """The transform at a learning rate. The other arguments of
+        `OptimizerBlock.transform` have no effect.
+        """
         if self._takes_contents:
             make: Any = self.make
             made: Transform = make(self.lr if lr is None else lr, contents)
             return made
-        return self.make if isinstance(self.make, Transform) else self.make(self.lr if lr is None else lr)
+        return (
+            self.make
+            if isinstance(self.make, Transform)
+            else self.make(self.lr if lr is None else lr)
+        )
 
 
 def optimizers_of(
     cfg: Config, param_groups: Sequence[ParamGroup] = (), transform: OwnTransform | None = None
 ) -> list[OptimizerBlock | UserTransform]:
-    """The optimizer of each group. Group 0 holds the parameters that match no group; its optimizer is `transform`, or the
-    configuration's.
+    """The optimizer of each group. Group 0 holds the parameters that match no group;
+    its optimizer is `transform`, or the configuration's.
 
     Raises:
-        ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have.
+        ConfigError: a group without `"params"`, or with a hyper-parameter that the
+            optimizer does not have.
     """
     lr = cfg.optimizer.lr
     first = cfg.optimizer if transform is None else UserTransform("transform", transform, lr)
@@ -134,8 +155,8 @@ def optimizers_of(
     for index, group in enumerate(param_groups):
         if not isinstance(group.get("params"), str) and not callable(group.get("params")):
             raise ConfigError(
-                f"param_groups[{index}].params: must be a regular expression or a function of name and parameter, got "
-                f"{group.get('params')!r}; say which parameters the group holds"
+                f"param_groups[{index}].params: must be a regular expression or a function of name "
+                f"and parameter, got {group.get('params')!r}; say which parameters the group holds"
             )
         overrides = {key: value for key, value in group.items() if key != "params"}
         field = f"param_groups[{index}]"
@@ -146,8 +167,8 @@ def optimizers_of(
         optimizers.append(UserTransform(f"{field}.transform", own, overrides.pop("lr", lr)))
         if overrides:
             raise ConfigError(
-                f"{field}.{min(overrides)}: a group of a transform has 'params', 'transform' and 'lr' only, got "
-                f"{overrides[min(overrides)]!r}; make the transform with it"
+                f"{field}.{min(overrides)}: a group of a transform has 'params', 'transform' and "
+                f"'lr' only, got {overrides[min(overrides)]!r}; make the transform with it"
             )
     return optimizers
 
@@ -165,30 +186,35 @@ def check_groups(param_groups: object) -> None:
 def check_params(
     owners: Mapping[str, nn.Parameter], trained: Collection[str], param_groups: Sequence[ParamGroup]
 ) -> None:
-    """Raises for a trained parameter that is complex, and for a group whose `"params"` select none."""
+    """Raises for a trained parameter that is complex, and for a group whose `"params"`
+    select none.
+    """
     for name, param in owners.items():
         if name in trained and param.is_complex():
             raise ValueError(
-                f"parameter {name!r}: must be real to be trained, got {param.dtype}; register its real and imaginary parts "
-                f"and join them in the forward with torch.complex"
+                f"parameter {name!r}: must be real to be trained, got {param.dtype}; register its "
+                f"real and imaginary parts and join them in the forward with torch.complex"
             )
     for index, group in enumerate(param_groups):
         try:
             taken = any(group_of(name, param, [group]) for name, param in owners.items())
         except re.error as error:
             raise ConfigError(
-                f"param_groups[{index}].params: must be a regular expression, got {group['params']!r}: {error}; mend it"
+                f"param_groups[{index}].params: must be a regular expression, got "
+                f"{group['params']!r}: {error}; mend it"
             ) from None
         if not taken:
             names = ", ".join(list(owners)[:4])
             raise ConfigError(
-                f"param_groups[{index}].params: must select a parameter of the model and selects none, got {group['params']!r}; "
-                f"names look like {names}"
+                f"param_groups[{index}].params: must select a parameter of the model and selects "
+                f"none, got {group['params']!r}; names look like {names}"
             )
 
 
 def group_of(name: str, param: nn.Parameter, param_groups: Sequence[ParamGroup]) -> int:
-    """The number of the first group that selects the parameter, counted from 1; 0 where none does."""
+    """The number of the first group that selects the parameter, counted from 1; 0 where
+    none does.
+    """
     for index, group in enumerate(param_groups, 1):
         match = group["params"]
         if re.search(match, name) if isinstance(match, str) else match(name, param):

@@ -1,4 +1,5 @@
-"""`PlanSpec`: the arguments that determine a plan; with a number of ranks they make one.
+"""`PlanSpec`: the arguments that determine a plan; with a number of ranks they make
+one.
 
 Only shapes are read, so a model may be on `meta`.
 """
@@ -21,7 +22,14 @@ from fzero.plans.flat_params import UnitPlan, UnitPlanner, optimizer_specs
 from fzero.plans.hook_choice import GivenHook, comm_hooks_of
 from fzero.plans.mesh_axes import PARTS_OF_MODEL, check_mesh, mesh_of, shard_axes
 from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
-from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
+from fzero.plans.param_groups import (
+    OwnTransform,
+    ParamGroup,
+    UserTransform,
+    check_groups,
+    check_params,
+    optimizers_of,
+)
 from fzero.plans.placements import with_placements
 from fzero.plans.plan import BUCKET, Plan
 from fzero.plans.streaming import Streaming
@@ -34,20 +42,27 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: nn.Module, cfg: Config | Any, *, world_size: int | None = None, mesh: Mesh | None = None, **arguments: Any
+    model: nn.Module,
+    cfg: Config | Any,
+    *,
+    world_size: int | None = None,
+    mesh: Mesh | None = None,
+    **arguments: Any,
 ) -> Plan:
-    """The plan of `model` under `cfg` on `world_size` ranks; reads shapes only, so the model may be on `meta`.
+    """The plan of `model` under `cfg` on `world_size` ranks; reads shapes only, so the
+    model may be on `meta`.
 
     Args:
         model: any module.
         cfg: a `Config`, or an argument of `Config.load`.
         world_size: number of ranks W, at least 1; None is the size of the mesh, or 1.
-        mesh: the arrangement of the ranks along several axes; None takes the configuration's, or one axis.
+        mesh: the arrangement of the ranks along several axes; None takes the
+            configuration's, or one axis.
         arguments: further fields of `PlanSpec`, which documents them.
 
     Raises:
-        ConfigError, ValueError: the configuration does not fit, a name in `units` matches nothing, or `order` does not order
-            the model's parameters.
+        ConfigError, ValueError: the configuration does not fit, a name in `units`
+            matches nothing, or `order` does not order the model's parameters.
 
     >>> blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -62,49 +77,67 @@ def plan(
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """The arguments of `make_train_step` that determine its plan; `plan` makes it for a number of ranks."""
+    """The arguments of `make_train_step` that determine its plan; `plan` makes it for a
+    number of ranks.
+    """
 
     model: nn.Module
-    """Any module. Only its structure, and the shapes and dtypes of its tensors count."""
+    """Any module. Only its structure, and the shapes and dtypes of its tensors count.
+    """
     cfg: Config
     """The configuration."""
     units: Sequence[str] | None = None
-    """Names of the modules that are gathered and released together, `*` is a wildcard (the outermost matches count); None finds
-    repeated blocks."""
+    """Names of the modules that are gathered and released together, `*` is a wildcard
+    (the outermost matches count); None finds repeated blocks."""
     param_groups: Sequence[ParamGroup] = ()
-    """Parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the first match counts.
-    `"params"` may be a function of name and parameter. `lr_schedule` multiplies a group's `lr` by the same factor as the
-    configuration's `lr`; a scheduler of the configuration sets each group's as DeepSpeed's does."""
+    """Parameters with hyper-parameters of their own,
+    `{"params": r"norm|bias", "weight_decay": 0.0}`; the first match counts. `"params"`
+    may be a function of name and parameter. `lr_schedule` multiplies a group's `lr` by
+    the same factor as the configuration's `lr`; a scheduler of the configuration sets
+    each group's as DeepSpeed's does."""
     transform: OwnTransform | None = None
-    """Replaces the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or a function of the
-    learning rate that makes one; see `fzero.optim.transforms`."""
+    """Replaces the configuration's optimizer: a `Transform` of your own (elementwise,
+    which is checked), or a function of the learning rate that makes one; see
+    `fzero.optim.transforms`."""
     gather_hook: GivenHook = None
-    """The `CommHook` for the parameters that stage 3 gathers in the forward, the backward and `evaluate`, for example
-    `fzero.comms.compressed(fzero.comms.quantize(8))`. It must have no state. None takes the configuration's, or sends exactly."""
+    """The `CommHook` for the parameters that stage 3 gathers in the forward, the
+    backward and `evaluate`, for example
+    `fzero.comms.compressed(fzero.comms.quantize(8))`. It must have no state. None takes
+    the configuration's, or sends exactly."""
     reduce_hook: GivenHook = None
-    """The `CommHook` that sends gradients along all axes of the mesh, or hooks by axis. With hooks, gradients are summed along
-    one axis after the other. The states of the hooks are in `state.hook_states`. Finished sums are sent exactly."""
+    """The `CommHook` that sends gradients along all axes of the mesh, or hooks by axis.
+    With hooks, gradients are summed along one axis after the other. The states of the
+    hooks are in `state.hook_states`. Finished sums are sent exactly."""
     placements: GivenPlacements = None
-    """The memory of masters and optimizer tensors, instead of the configuration's offload. Pass a mapping of patterns,
-    `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and leaf
-    (`fzero.plans.placements`). The state is then streamed through each update; on the CPU the result has the same bits."""
+    """The memory of masters and optimizer tensors, instead of the configuration's
+    offload. Pass a mapping of patterns,
+    `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of
+    quantity, flat buffer and leaf (`fzero.plans.placements`). The state is then
+    streamed through each update; on the CPU the result has the same bits."""
     order: GivenOrder = None
-    """The order of the parameters within each flat buffer, instead of `round_robin_gradients`: a function from the number of
-    parameters and of ranks to a `sharding.Order` (`sharding.round_robin`; `fzero.testing.check_order` checks your own), or a list
-    of all parameters' names in the order wanted. None takes the configuration's, else the order of declaration. The order
-    decides which rank holds which part; it changes no number of the model."""
+    """The order of the parameters within each flat buffer, instead of
+    `round_robin_gradients`: a function from the number of parameters and of ranks to a
+    `sharding.Order` (`sharding.round_robin`; `fzero.testing.check_order` checks your
+    own), or a list of all parameters' names in the order wanted. None takes the
+    configuration's, else the order of declaration. The order decides which rank holds
+    which part; it changes no number of the model."""
     trained: Collection[str] | None = None
-    """The names of the parameters that are trained; None takes those that require gradients. Then no `requires_grad` may
-    change."""
+    """The names of the parameters that are trained; None takes those that require
+    gradients. Then no `requires_grad` may change."""
     starts: Mapping[str, int] = field(default_factory=dict)
-    """The update in which the optimizer state of each parameter began, by name (`starts_of`); 0 where a name is missing. One
-    counter of updates serves a flat buffer, so parameters that began in different updates have flat buffers of their own."""
+    """The update in which the optimizer state of each parameter began, by name
+    (`starts_of`); 0 where a name is missing. One counter of updates serves a flat
+    buffer, so parameters that began in different updates have flat buffers of their
+    own."""
     is_part: bool = False
-    """Whether other ranks hold other parts of the model. A part may have no parameters, or none of a parameter group."""
+    """Whether other ranks hold other parts of the model. A part may have no parameters,
+    or none of a parameter group.
+    """
 
     @collector_paused()
     def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
-        """The plan for `world_size` ranks that are arranged as `mesh`; None takes the mesh of the configuration.
+        """The plan for `world_size` ranks that are arranged as `mesh`; None takes the
+        mesh of the configuration.
 
         Raises:
             ConfigError, ValueError: see `plan`.
@@ -123,18 +156,31 @@ class PlanSpec:
         module_buffers = dict(model.named_buffers())
         check_has_shapes(owners | module_buffers)
         if not owners and not self.is_part:
-            raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with parameters")
+            raise ValueError(
+                f"make_train_step: {type(model).__name__} has no parameters; pass a model with "
+                f"parameters"
+            )
         check_named(self.order, list(owners), aliases)
         unit_plans = self._units(owners, mesh)
-        specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], self.optimizers)
-        if any(given is not None for given in (self.placements, zero.offload_optimizer, zero.offload_param)):
+        specs = optimizer_specs(
+            [b for u in unit_plans for b in u.buffers if b.trainable], self.optimizers
+        )
+        if any(
+            given is not None
+            for given in (self.placements, zero.offload_optimizer, zero.offload_param)
+        ):
             unit_plans, specs = with_placements(unit_plans, specs, cfg, self.placements)
         hooks = CommHooks()
         if self.gather_hook is not None or self.reduce_hook is not None or zero.quantizes:
             hooks = comm_hooks_of(zero, mesh, self.gather_hook, self.reduce_hook)
         buffer_dtype = cfg.precision.buffer_dtype_of
-        buffers = {n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype))) for n, t in module_buffers.items()}
-        return _made(cfg, mesh, unit_plans, aliases=aliases, optimizer=specs, buffers=buffers, hooks=hooks)
+        buffers = {
+            n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype)))
+            for n, t in module_buffers.items()
+        }
+        return _made(
+            cfg, mesh, unit_plans, aliases=aliases, optimizer=specs, buffers=buffers, hooks=hooks
+        )
 
     @cached_property
     def optimizers(self) -> Sequence[OptimizerBlock | UserTransform]:
@@ -144,7 +190,11 @@ class PlanSpec:
     def _units(self, owners: dict[str, nn.Parameter], mesh: Mesh) -> tuple[UnitPlan, ...]:
         """The units with their flat buffers."""
         zero, order, groups = self.cfg.zero_optimization, self.order, self.param_groups
-        trained = {n for n, p in owners.items() if p.requires_grad} if self.trained is None else set(self.trained)
+        trained = (
+            {n for n, p in owners.items() if p.requires_grad}
+            if self.trained is None
+            else set(self.trained)
+        )
         check_params(owners, trained, () if self.is_part else groups)
         if order is None:
             order = round_robin if zero.round_robin_gradients else declaration
@@ -153,7 +203,9 @@ class PlanSpec:
         modules = dict(self.model.named_modules())
         return tuple(
             planner.plan(name, {n: owners[n] for n in members}, modules)
-            for name, members in find_units(self.model, owners, self.units, zero.reduce_bucket_size or BUCKET)
+            for name, members in find_units(
+                self.model, owners, self.units, zero.reduce_bucket_size or BUCKET
+            )
         )
 
 
@@ -161,7 +213,8 @@ def _check_alike(mesh: Mesh | None) -> None:
     for name in () if mesh is None else mesh.names:
         if name in PARTS_OF_MODEL:
             raise ValueError(
-                f"mesh: must have no axis {name!r}, whose ranks hold different parameters, got {mesh}; {PARTS_OF_MODEL[name]}"
+                f"mesh: must have no axis {name!r}, whose ranks hold different parameters, got "
+                f"{mesh}; {PARTS_OF_MODEL[name]}"
             )
 
 
@@ -180,13 +233,25 @@ def _made(
     two_units = 2 * max((sum(b.padded_numel for b in unit.buffers) for unit in units), default=0)
     max_reducing = min(zero.reduce_bucket_size or BUCKET, two_units)
     return Plan(
-        stage=zero.stage, mesh=mesh, axes=shard_axes(mesh, zero), units=units,
-        aliases=aliases, optimizer=optimizer, buffers=buffers, comm_hooks=hooks,
+        stage=zero.stage,
+        mesh=mesh,
+        axes=shard_axes(mesh, zero),
+        units=units,
+        aliases=aliases,
+        optimizer=optimizer,
+        buffers=buffers,
+        comm_hooks=hooks,
         num_micro_steps=cfg.batch_sizes(mesh.size).num_micro_steps,
-        prefetch=zero.stage3_prefetch_bucket_size, max_live=zero.stage3_max_live_parameters,
-        max_reuse_distance=zero.stage3_max_reuse_distance, max_reducing=max_reducing,
+        prefetch=zero.stage3_prefetch_bucket_size,
+        max_live=zero.stage3_max_live_parameters,
+        max_reuse_distance=zero.stage3_max_reuse_distance,
+        max_reducing=max_reducing,
         gather_bucket=zero.allgather_bucket_size,
         # No bucket may hold more full gradients than a rank may keep in stages 2 and 3.
-        reduce_bucket=max_reducing if zero.reduce_bucket_size and zero.row.shards("grads") else zero.reduce_bucket_size,
-        streaming=Streaming.of(zero.offload_optimizer, zero.offload_param, cfg.aio, zero.sub_group_size),
-    )  # fmt: skip
+        reduce_bucket=max_reducing
+        if zero.reduce_bucket_size and zero.row.shards("grads")
+        else zero.reduce_bucket_size,
+        streaming=Streaming.of(
+            zero.offload_optimizer, zero.offload_param, cfg.aio, zero.sub_group_size
+        ),
+    )

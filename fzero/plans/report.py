@@ -1,4 +1,6 @@
-"""The printed form of a plan: a table of units, and lines about dtypes, memory and traffic."""
+"""The printed form of a plan: a table of units, and lines about dtypes, memory and
+traffic.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,27 @@ def unit_table(units: Sequence[UnitPlan], mesh: Mesh, *, stage: Stage) -> Table:
     for unit in units:
         for index, buffer in enumerate(unit.buffers):
             layout, kind = buffer.layout, buffer.key.removeprefix(unit.name + "/").split("/")[1:]
-            numbers = (len(layout.names), layout.numel, layout.partition.padding, buffer.params.local_shape(mesh)[0])
+            numbers = (
+                len(layout.names),
+                layout.numel,
+                layout.partition.padding,
+                buffer.params.local_shape(mesh)[0],
+            )
             title = "" if index else unit.name
-            table.add_row(title, " ".join([buffer.dtypes.param, *kind]), *(f"{number:,}" for number in numbers))
+            table.add_row(
+                title,
+                " ".join([buffer.dtypes.param, *kind]),
+                *(f"{number:,}" for number in numbers),
+            )
     return table
 
 
 def dtype_line(units: Sequence[UnitPlan], module_buffers: Mapping[str, TensorSpec]) -> str:
     """The dtypes of all parameters and of the module's buffers."""
     dtypes = dict.fromkeys(
-        str(b.dtypes) if b.trainable else f"frozen {b.dtypes.param}" + f", own values {b.dtypes.master}" * b.has_master
+        str(b.dtypes)
+        if b.trainable
+        else f"frozen {b.dtypes.param}" + f", own values {b.dtypes.master}" * b.has_master
         for unit in units
         for b in unit.buffers
     )
@@ -44,17 +57,28 @@ def dtype_line(units: Sequence[UnitPlan], module_buffers: Mapping[str, TensorSpe
     return f"dtypes: {'; '.join(dtypes)}" + (f"; module buffers {buffers}" if buffers else "")
 
 
-def memory_lines(bytes_per_rank: Mapping[str, int], bytes_by_memory: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+def memory_lines(
+    bytes_per_rank: Mapping[str, int], bytes_by_memory: Mapping[str, Mapping[str, int]]
+) -> Iterator[str]:
     """The bytes that a rank holds, and those that live off the device."""
-    yield f"a rank holds: {_sizes({name: nbytes for name, nbytes in bytes_per_rank.items() if nbytes})}"
+    yield (
+        f"a rank holds: "
+        f"{_sizes({name: nbytes for name, nbytes in bytes_per_rank.items() if nbytes})}"
+    )
     for kind, parts in bytes_by_memory.items():
         if kind != "device":
             yield f"of these {_MEMORIES[kind]}: {_sizes(parts)}"
 
 
 def traffic_lines(sent: ByAxis, mesh: Mesh) -> Iterator[str]:
-    """The elements that a rank sends in a step, one line for each axis where there are several."""
-    lines = {f" along {axis}": of_axis for axis, of_axis in sent.items()} if is_several(mesh) else {"": totals(sent)}
+    """The elements that a rank sends in a step, one line for each axis where there are
+    several.
+    """
+    lines = (
+        {f" along {axis}": of_axis for axis, of_axis in sent.items()}
+        if is_several(mesh)
+        else {"": totals(sent)}
+    )
     for along, of_axis in lines.items():
         numels = ", ".join(f"{numel:,} in {name}" for name, numel in of_axis.items() if numel)
         yield f"elements that a rank sends{along} in a step: {numels or 'none'}"
@@ -67,7 +91,10 @@ def hook_lines(hooks: object, sent_nbytes: ByAxis, exact_nbytes: ByAxis) -> Iter
     yield f"bytes that a rank sends in a step: {sent:,}, without comm hooks {exact:,}"
 
 
-_MEMORIES = {"host": "in host memory (where the model is on the CPU, the same memory)", "nvme": "in files"}
+_MEMORIES = {
+    "host": "in host memory (where the model is on the CPU, the same memory)",
+    "nvme": "in files",
+}
 
 
 def _sizes(nbytes: Mapping[str, int]) -> str:

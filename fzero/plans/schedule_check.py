@@ -1,7 +1,9 @@
-"""`check_schedules`: proves from the events of all ranks that no rank hangs, leaks a unit, or reduces a gradient too early.
+"""`check_schedules`: proves from the events of all ranks that no rank hangs, leaks a
+unit, or reduces a gradient too early.
 
-A record holds the events that a rank's unit scheduler returned, in order, and the model's actions between them: `use` where it
-used a unit, `grad` where the gradients of a visit were written. The kinds are those of `fzero.plans.unit_scheduler`.
+A record holds the events that a rank's unit scheduler returned, in order, and the
+model's actions between them: `use` where it used a unit, `grad` where the gradients of
+a visit were written. The kinds are those of `fzero.plans.unit_scheduler`.
 """
 
 from __future__ import annotations
@@ -16,22 +18,28 @@ from fzero.plans.unit_rules import UnitRules
 
 
 def check_schedules(schedules: Sequence[Sequence[Event]], rules: UnitRules) -> int:
-    """Raises unless the ranks' schedules can run together; returns the peak of gathered elements on any rank.
+    """Raises unless the ranks' schedules can run together; returns the peak of gathered
+    elements on any rank.
 
-    1. All ranks issue the same agreed events in the same order. A rank waits only for what it has issued itself, so no rank
-       waits for ever.
-    2. Each gather is either waited for and then released, or dropped, exactly once. No gather is under way at the boundary. A
-       unit is used only between the wait and the release.
-    3. A reduction starts after all gradients of its unit. Reductions end in the order of their starts, all before the end of the
-       schedule. If a comm hook keeps a state, a reduction ends before the next one of its unit starts.
-    4. Gathered elements stay within `UnitRules.most_gathered`, those in memory until a reduction ends within `max_reducing`.
+    1. All ranks issue the same agreed events in the same order. A rank waits only for
+       what it has issued itself, so no rank waits for ever.
+    2. Each gather is either waited for and then released, or dropped, exactly once. No
+       gather is under way at the boundary. A unit is used only between the wait and the
+       release.
+    3. A reduction starts after all gradients of its unit. Reductions end in the order
+       of their starts, all before the end of the schedule. If a comm hook keeps a
+       state, a reduction ends before the next one of its unit starts.
+    4. Gathered elements stay within `UnitRules.most_gathered`, those in memory until a
+      reduction ends within `max_reducing`.
 
     Args:
-        schedules: the record of each rank, in rank order, from the first forward to the end of the last backward.
+        schedules: the record of each rank, in rank order, from the first forward to the
+            end of the last backward.
         rules: the rules of the plan.
 
     Raises:
-        ScheduleError: a rule is broken; the message names the rank, the event and the rule.
+        ScheduleError: a rule is broken; the message names the rank, the event and the
+            rule.
 
     >>> from fzero.plans.unit_rules import UnitRule
     >>> rules = UnitRules({"a": UnitRule(8, 0, (), False)}, 2, 2, True, 8, 8, None)
@@ -43,18 +51,23 @@ def check_schedules(schedules: Sequence[Sequence[Event]], rules: UnitRules) -> i
     fzero.plans.unit_orders.ScheduleError: check_schedules: all ranks must issue the same collectives in the same order, but \
 number 0 is 'gather a' on rank 0 and missing on rank 1
     """
-    first, *others = ([event for event in schedule if event.kind in AGREED] for schedule in schedules)
+    first, *others = (
+        [event for event in schedule if event.kind in AGREED] for schedule in schedules
+    )
     for rank, other in enumerate(others, 1):
         for number, (one, two) in enumerate(zip_longest(first, other)):
             if one != two:
                 names = ["missing" if event is None else repr(str(event)) for event in (one, two)]
                 raise ScheduleError(
-                    f"check_schedules: all ranks must issue the same collectives in the same order, but number {number} is "
-                    f"{names[0]} on rank 0 and {names[1]} on rank {rank}"
+                    f"check_schedules: all ranks must issue the same collectives in the same "
+                    f"order, but number {number} is {names[0]} on rank 0 and {names[1]} on rank "
+                    f"{rank}"
                 )
     has_drops = any(event.kind == "drop_gather" for event in schedules[0])
     alike = not has_drops and all(list(schedule) == list(schedules[0]) for schedule in schedules)
-    return max(_Rank(rank, rules, alike).follow(schedule) for rank, schedule in enumerate(schedules))
+    return max(
+        _Rank(rank, rules, alike).follow(schedule) for rank, schedule in enumerate(schedules)
+    )
 
 
 @dataclass(slots=True)
@@ -78,7 +91,11 @@ class _Rank:
             if event.kind in CHECKS:
                 CHECKS[event.kind](self, event.unit)
         self.where = "the end"
-        self.must(not self.under_way and not self.live, "every gather is released", self.under_way | self.live)
+        self.must(
+            not self.under_way and not self.live,
+            "every gather is released",
+            self.under_way | self.live,
+        )
         self.must(not +self.collected, "every flat gradient is reduced", +self.collected)
         self.must(not self.reducing, "every reduction is waited for", self.reducing)
         return self.peak
@@ -86,11 +103,14 @@ class _Rank:
     def must(self, holds: bool, rule: str, found: object) -> None:
         if not holds:
             raise ScheduleError(
-                f"check_schedules: rank {self.rank}, {self.where}: the rule is that {rule}, got {found}"
+                f"check_schedules: rank {self.rank}, {self.where}: the rule is that {rule}, got "
+                f"{found}"
             )
 
     def gather(self, unit: str) -> None:
-        self.must(unit not in self.under_way, "a gather ends before it starts again", self.under_way)
+        self.must(
+            unit not in self.under_way, "a gather ends before it starts again", self.under_way
+        )
         self.under_way.add(unit)
         held = sum(self.rules.units[name].gathered_numel for name in (*self.under_way, *self.live))
         most = self.rules.most_gathered(alike=self.alike)
@@ -99,11 +119,15 @@ class _Rank:
 
     def wait_gather(self, unit: str) -> None:
         self.drop_gather(unit)
-        self.must(unit not in self.live, "a unit is released before it is gathered again", self.live)
+        self.must(
+            unit not in self.live, "a unit is released before it is gathered again", self.live
+        )
         self.live.add(unit)
 
     def drop_gather(self, unit: str) -> None:
-        self.must(unit in self.under_way, "a gather is waited for once, after its start", self.under_way)
+        self.must(
+            unit in self.under_way, "a gather is waited for once, after its start", self.under_way
+        )
         self.under_way.remove(unit)
 
     def release(self, unit: str) -> None:
@@ -115,7 +139,11 @@ class _Rank:
         self.must(is_gathered, "a unit is gathered while it is used", self.live)
 
     def boundary(self, _: str) -> None:
-        self.must(not self.under_way, "no gather is under way between forward and backward", self.under_way)
+        self.must(
+            not self.under_way,
+            "no gather is under way between forward and backward",
+            self.under_way,
+        )
 
     def collect(self, key: str) -> None:
         self.collected[key] += 1
@@ -127,7 +155,11 @@ class _Rank:
 
     def keep(self, unit: str) -> None:
         keys = Counter(grad.key for grad in self.rules.units[unit].grads)
-        self.must(keys <= self.collected, "a reduction has all flat gradients of its unit", +self.collected)
+        self.must(
+            keys <= self.collected,
+            "a reduction has all flat gradients of its unit",
+            +self.collected,
+        )
         self.collected -= keys
 
     def reduce(self, unit: str) -> None:
@@ -137,7 +169,9 @@ class _Rank:
         self.reducing.append(unit)
         held = sum(self.rules.units[name].reduced_numel for name in self.reducing)
         is_bounded = len(self.reducing) == 1 or held <= self.rules.max_reducing
-        self.must(is_bounded, f"at most {self.rules.max_reducing} elements are reduced at once", held)
+        self.must(
+            is_bounded, f"at most {self.rules.max_reducing} elements are reduced at once", held
+        )
 
     def end_reduce(self, unit: str) -> None:
         oldest = self.reducing.popleft() if self.reducing else None
@@ -147,7 +181,14 @@ class _Rank:
 CHECKS: dict[str, Callable[[_Rank, str], None]] = {
     check.__name__: check
     for check in (
-        *(_Rank.gather, _Rank.wait_gather, _Rank.drop_gather, _Rank.release, _Rank.use, _Rank.boundary),
+        *(
+            _Rank.gather,
+            _Rank.wait_gather,
+            _Rank.drop_gather,
+            _Rank.release,
+            _Rank.use,
+            _Rank.boundary,
+        ),
         *(_Rank.collect, _Rank.grad, _Rank.keep, _Rank.reduce, _Rank.end_reduce),
     )
 }

@@ -1,4 +1,6 @@
-"""`StagedPlan`: the plan of a job, of each part (stage) of its model, and which ranks hold each."""
+"""`StagedPlan`: the plan of a job, of each part (stage) of its model, and which ranks
+hold each.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ class StagedPlan:
         >>> StagedPlan.of(plan(torch.nn.Linear(2, 2), {}, world_size=3)).ranks(0)
         (0, 1, 2)
         """
-        return cls(plan.mesh, (plan,), (tuple(range(plan.mesh.size)),)) if isinstance(plan, Plan) else plan
+        return (
+            cls(plan.mesh, (plan,), (tuple(range(plan.mesh.size)),))
+            if isinstance(plan, Plan)
+            else plan
+        )
 
     @property
     def world_size(self) -> int:

@@ -1,7 +1,8 @@
 """The traffic of a step: how much one rank sends, by mesh axis and collective.
 
-A reduce-scatter of n elements and the all-gather whose result has n elements send the same messages, those of the primitive
-(`fzero.comms.records.messages`); an all-reduce consists of both. The size of a message is in elements or in bytes, as the caller
+A reduce-scatter of n elements and the all-gather whose result has n elements send the
+same messages, those of the primitive (`fzero.comms.records.messages`); an all-reduce
+consists of both. The size of a message is in elements or in bytes, as the caller
 chooses (`Size`).
 """
 
@@ -20,7 +21,9 @@ from sharding import Mesh
 from sharding.dtypes import itemsize
 
 Size = Callable[[int, str, CommHook | None], int]
-"""The size of one message, given its elements, their dtype, and the comm hook that it goes through."""
+"""The size of one message, given its elements, their dtype, and the comm hook that it
+goes through.
+"""
 
 Collective = Literal[
     "all_reduce of gradients",
@@ -54,12 +57,15 @@ def sent_by_axis(
     """
     sent: dict[str, dict[str, int]] = {name: dict.fromkeys(COLLECTIVES, 0) for name in mesh.names}
     gathered = [unit for unit in units if unit.gathered_numel]
-    last = gathered[-1].buffers if gathered else ()  # the backward begins with them, before their release
+    # the backward begins with them, before their release
+    last = gathered[-1].buffers if gathered else ()
     for buffer in (buffer for unit in units for buffer in unit.buffers):
         of_buffer = _sent(buffer, hooks, num_micro_steps, in_backward=buffer not in last)
         for collective, numel, axes, dtype, times, by_axis in of_buffer:
             for name, message in zip(axes, messages(numel, map(mesh.axis_size, axes)), strict=True):
-                sent[name][collective] += times * size(message.numel, dtype, by_axis.get(name)) * message.num_others
+                sent[name][collective] += (
+                    times * size(message.numel, dtype, by_axis.get(name)) * message.num_others
+                )
     return sent
 
 
@@ -72,7 +78,9 @@ def totals(by_axis: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 
 
 class _Sent(NamedTuple):
-    """A reduce-scatter of `numel` elements along `axes`, or an all-gather whose result has so many, `times` times in a step."""
+    """A reduce-scatter of `numel` elements along `axes`, or an all-gather whose result
+    has so many, `times` times in a step.
+    """
 
     collective: Collective
     numel: int
@@ -82,9 +90,16 @@ class _Sent(NamedTuple):
     hooks: Mapping[str, CommHook] = {}
 
 
-def _sent(buffer: FlatParamPlan, hooks: CommHooks, num_micro_steps: int, *, in_backward: bool) -> Iterator[_Sent]:
+def _sent(
+    buffer: FlatParamPlan, hooks: CommHooks, num_micro_steps: int, *, in_backward: bool
+) -> Iterator[_Sent]:
     """The collectives of one flat buffer in a step."""
-    flow, numel, param, grad = buffer.flow, buffer.padded_numel, buffer.dtypes.param, buffer.flow.send_dtype
+    flow, numel, param, grad = (
+        buffer.flow,
+        buffer.padded_numel,
+        buffer.dtypes.param,
+        buffer.flow.send_dtype,
+    )
     gather = hooks.of_gathers(param, trained=buffer.trainable)
     phases: tuple[Collective, ...] = ("all_gather in the forward", "all_gather in the backward")
     times = 1 if flow.gathers_once else num_micro_steps
@@ -94,10 +109,12 @@ def _sent(buffer: FlatParamPlan, hooks: CommHooks, num_micro_steps: int, *, in_b
         return
     times = num_micro_steps if flow.collects == "shard" else 1
     yield _Sent("reduce_scatter of gradients", numel, flow.scatters_over, grad, times, hooks.reduce)
-    # An all-reduce is a reduce-scatter through the comm hooks, and an all-gather of the sums, which are sent as they are.
+    # An all-reduce is a reduce-scatter through the comm hooks, and an all-gather of the sums, which
+    # are sent as they are.
     for half in (hooks.reduce, {}):
         yield _Sent("all_reduce of gradients", flow.reduced_numel, flow.sums_over, grad, hooks=half)
     yield _Sent("all_gather of updated parameters", flow.param_numel, flow.joins_over, param)
     if flow.updates == "shard" and buffer.rule == "muon" and optim.matrix.is_cut(buffer.layout):
-        wide = "float64" if buffer.dtypes.master == "float64" else "float32"  # the dtype in which Muon computes
+        # the dtype in which Muon computes
+        wide = "float64" if buffer.dtypes.master == "float64" else "float32"
         yield _Sent("all_gather of momentum", numel, flow.scatters_over, wide)

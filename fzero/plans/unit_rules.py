@@ -1,4 +1,5 @@
-"""`UnitRules`: the numbers of a plan about gathers and reductions of units: sizes, limits, kinds of memory.
+"""`UnitRules`: the numbers of a plan about gathers and reductions of units: sizes,
+limits, kinds of memory.
 
 The unit scheduler reads nothing else of a plan.
 """
@@ -15,8 +16,9 @@ from sharding import Mesh, Placement
 
 
 class FlatGrad(NamedTuple):
-    """A trained flat buffer for the scheduler: its key, the elements in memory only until its reduction ends, whether this rank
-    keeps the full gradient, and where that gradient lives."""
+    """A trained flat buffer for the scheduler: its key, the elements in memory only
+    until its reduction ends, whether this rank keeps the full gradient, and where that
+    gradient lives."""
 
     key: str
     numel: int
@@ -28,8 +30,11 @@ class FlatGrad(NamedTuple):
         """`is_hooked`: whether a comm hook sends it."""
         flow, placement = buffer.flow, buffer.grads.placement
         is_full = buffer.grads.local_shape(mesh) == (buffer.padded_numel,)
-        # Two ranks sum the state's own tensor in place. More ranks receive parts, in memory of about its size.
-        is_in_place = flow.reduces_to == "full" and flow.send_dtype == flow.keep_dtype and mesh.size <= 2
+        # Two ranks sum the state's own tensor in place. More ranks receive parts, in memory of
+        # about its size.
+        is_in_place = (
+            flow.reduces_to == "full" and flow.send_dtype == flow.keep_dtype and mesh.size <= 2
+        )
         is_free = is_in_place and not placement.is_away and not is_hooked
         return cls(buffer.key, 0 if is_free else buffer.padded_numel, is_full, placement)
 
@@ -39,9 +44,10 @@ class UnitRule:
     """The numbers of a unit that the scheduler reads.
 
     Attributes:
-        gathered_numel: padded elements that its gather allocates; 0 where every rank holds it in full.
-        num_staged: the number of flat buffers whose shard is read from a file, and keeps its host buffer while the unit is in
-            use.
+        gathered_numel: padded elements that its gather allocates; 0 where every rank
+            holds it in full.
+        num_staged: the number of flat buffers whose shard is read from a file, and
+            keeps its host buffer while the unit is in use.
         grads: its trained flat buffers.
         remembers: whether the comm hooks of its reductions have a state.
     """
@@ -52,7 +58,15 @@ class UnitRule:
     remembers: bool
 
     @classmethod
-    def of(cls, unit: UnitPlan, mesh: Mesh, *, num_shards: int, is_hooked: bool, hook_states: Collection[str]) -> Self:
+    def of(
+        cls,
+        unit: UnitPlan,
+        mesh: Mesh,
+        *,
+        num_shards: int,
+        is_hooked: bool,
+        hook_states: Collection[str],
+    ) -> Self:
         """The rule of a unit.
 
         Args:
@@ -61,8 +75,14 @@ class UnitRule:
         """
         # On one shard the model computes with the very memory that a file was read into.
         num_staged = sum(b.param_placement.in_file for b in unit.buffers) if num_shards == 1 else 0
-        grads = tuple(FlatGrad.of(buffer, mesh, is_hooked=is_hooked) for buffer in unit.buffers if buffer.trainable)
-        return cls(unit.gathered_numel, num_staged, grads, any(grad.key in hook_states for grad in grads))
+        grads = tuple(
+            FlatGrad.of(buffer, mesh, is_hooked=is_hooked)
+            for buffer in unit.buffers
+            if buffer.trainable
+        )
+        return cls(
+            unit.gathered_numel, num_staged, grads, any(grad.key in hook_states for grad in grads)
+        )
 
     @cached_property  # a step asks for it several times per unit
     def reduced_numel(self) -> int:
@@ -72,16 +92,21 @@ class UnitRule:
 
 @dataclass(frozen=True, slots=True)
 class UnitRules:
-    """The numbers of a plan that the scheduler reads; `Plan.unit_rules` is made once with the plan.
+    """The numbers of a plan that the scheduler reads; `Plan.unit_rules` is made once
+    with the plan.
 
     Attributes:
         units: by name, in the order of their declaration.
         world_size, num_shards: the number of ranks, and of the finest shards.
-        prefetches: whether the next unit may be gathered, and its shards loaded, while one is in use.
-        max_live: the largest number of gathered elements that are live after a prefetch.
-        max_reducing: the largest number of elements of full gradients that wait for their reduction, besides those of one unit
-            and those that the state holds anyway and that are summed in place.
-        max_staged: the largest number of flat buffers in the memory into which files are read; None sets no limit.
+        prefetches: whether the next unit may be gathered, and its shards loaded, while
+            one is in use.
+        max_live: the largest number of gathered elements that are live after a
+            prefetch.
+        max_reducing: the largest number of elements of full gradients that wait for
+            their reduction, besides those of one unit and those that the state holds
+            anyway and that are summed in place.
+        max_staged: the largest number of flat buffers in the memory into which files
+            are read; None sets no limit.
     """
 
     units: dict[str, UnitRule]
@@ -96,14 +121,19 @@ class UnitRules:
         """Whether the unit `following` may be gathered while `present` is in use."""
         one, other = self.units[present], self.units[following]
         has_room = self.max_staged is None or one.num_staged + other.num_staged <= self.max_staged
-        return self.prefetches and has_room and one.gathered_numel + other.gathered_numel <= self.max_live
+        return (
+            self.prefetches
+            and has_room
+            and one.gathered_numel + other.gathered_numel <= self.max_live
+        )
 
     def most_gathered(self, *, alike: bool = True) -> int:
-        """The bound on gathered elements, live or under way: one unit is used while the next (or the same again) is gathered.
+        """The bound on gathered elements, live or under way: one unit is used while the
+        next (or the same again) is gathered.
 
         Args:
-            alike: whether every rank uses each unit that is gathered. If not, a rank takes part in gathers for other ranks while
-                it uses a unit.
+            alike: whether every rank uses each unit that is gathered. If not, a rank
+                takes part in gathers for other ranks while it uses a unit.
         """
         largest = max(unit.gathered_numel for unit in self.units.values())
         if not alike:

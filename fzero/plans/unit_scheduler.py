@@ -1,8 +1,11 @@
-"""The unit scheduler, a state machine without tensors: decides when a unit is gathered, kept, prefetched, reduced and released.
+"""The unit scheduler, a state machine without tensors: decides when a unit is gathered,
+kept, prefetched, reduced and released.
 
-A `UnitScheduler` takes the requests of the model, of autograd and of the step, and returns `Event`s in order. The eager step
-executes them on tensors (`fzero.runtime.sequencer`), a dry run on a ledger (`fzero.estimation.dry_pass`), and
-`fzero.plans.schedule_check` checks the events of all ranks. The kinds of events, in the order in which a unit meets them:
+A `UnitScheduler` takes the requests of the model, of autograd and of the step, and
+returns `Event`s in order. The eager step executes them on tensors
+(`fzero.runtime.sequencer`), a dry run on a ledger (`fzero.estimation.dry_pass`), and
+`fzero.plans.schedule_check` checks the events of all ranks. The kinds of events, in the
+order in which a unit meets them:
 
 | kind | what happens |
 | --- | --- |
@@ -19,12 +22,15 @@ executes them on tensors (`fzero.runtime.sequencer`), a dry run on a ledger (`fz
 | negotiate, depart | the runtime agrees with all ranks on the next event, or on leaving the order; calls `agreed` or `depart` |
 | use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |
 
-`executed`, the order and the events that `_issue` starts are the same on all ranks. The units that a rank uses, and so `_live`,
-are its own. A rule that leaves out a collective may only read what is the same on all ranks.
+`executed`, the order and the events that `_issue` starts are the same on all ranks. The
+units that a rank uses, and so `_live`, are its own. A rule that leaves out a collective
+may only read what is the same on all ranks.
 
-A new kind is one name in `Event.kind`, one line in the rule that returns it, and one case in each of the two executors; the
-checker needs a line if the event holds memory. If all ranks must agree on it, its name goes into `AGREED` too, and `_issue`
-starts it. A request that causes it is a method that returns a tuple; `Sequencer.request` takes the method.
+A new kind is one name in `Event.kind`, one line in the rule that returns it, and one
+case in each of the two executors; the checker needs a line if the event holds memory.
+If all ranks must agree on it, its name goes into `AGREED` too, and `_issue` starts it.
+A request that causes it is a method that returns a tuple; `Sequencer.request` takes the
+method.
 """
 
 from __future__ import annotations
@@ -41,7 +47,9 @@ from fzero.plans.unit_rules import UnitRules
 
 @dataclass(slots=True)
 class _Run:
-    """A run: the order that it follows, None while ranks negotiate; the place in it; where it begins in `executed`."""
+    """A run: the order that it follows, None while ranks negotiate; the place in it;
+    where it begins in `executed`.
+    """
 
     order: Sequence[Event] | None = None
     begun: int = 0
@@ -50,7 +58,9 @@ class _Run:
 
     @property
     def next(self) -> Event | None:
-        return None if self.order is None or self.place == len(self.order) else self.order[self.place]
+        return (
+            None if self.order is None or self.place == len(self.order) else self.order[self.place]
+        )
 
     @property
     def next_gather(self) -> str | None:
@@ -64,17 +74,20 @@ class _Run:
 
 
 class UnitScheduler:
-    """Turns the requests of one rank's forwards and backwards into events; see the module.
+    """Turns the requests of one rank's forwards and backwards into events; see the
+    module.
 
     Args:
         rules: the units of the plan.
-        device: the type of the rank's device; a gradient that does not live there is written back while the backward goes on.
+        device: the type of the rank's device; a gradient that does not live there is
+            written back while the backward goes on.
         is_alone: whether no other rank takes part; every event is agreed then.
 
     Attributes:
         in_forward: whether the model runs forward now, or backward.
         executed: the events of all runs that ranks have agreed on.
-        wish: the event that this rank negotiates, `END` at the end of a run; None otherwise.
+        wish: the event that this rank negotiates, `END` at the end of a run; None
+            otherwise.
     """
 
     def __init__(self, rules: UnitRules, *, device: str = "cuda", is_alone: bool = False) -> None:
@@ -84,21 +97,27 @@ class UnitScheduler:
         self.wish: Event | None = None
         self._rest: Iterator[Event] = iter(())  # the wishes after this one
         self._run = _Run()
-        self._since = 0  # the index in `executed` at which the first forward after the last backward begins
+        # the index in `executed` at which the first forward after the last backward begins
+        self._since = 0
         self._live = self._under_way = ""  # the units in use and being gathered
-        self._entered: set[str] = set()  # units that this rank has used in the forwards of the present backward
-        self._ready: Counter[str] = Counter()  # per unit: complete gradients that are not yet reduced
-        self._filling = defaultdict[str, set[str]](set)  # per unit: keys of flat gradients that have begun
+        # units that this rank has used in the forwards of the present backward
+        self._entered: set[str] = set()
+        # per unit: complete gradients that are not yet reduced
+        self._ready: Counter[str] = Counter()
+        # per unit: keys of flat gradients that have begun
+        self._filling = defaultdict[str, set[str]](set)
         self._in_flight: deque[str] = deque()  # units whose reductions are under way
         self._num_reducing = 0  # elements of the full gradients of `_in_flight`
         self._is_last = True
-        self._open_visits: Counter[str] = Counter()  # per unit: visits whose gradients are not complete
+        # per unit: visits whose gradients are not complete
+        self._open_visits: Counter[str] = Counter()
 
-    # --- runs ------------------------------------------------------------------------------------------------------
+    # --- runs -------------------------------------------------------------------------------------
 
     def begin(self, order: Sequence[Event] | None) -> None:
         """A run begins: it follows an order, or negotiates one."""
-        self._run, self._rest = _Run(order, len(self.executed)), iter(())  # drops what the previous run left
+        # drops what the previous run left
+        self._run, self._rest = _Run(order, len(self.executed)), iter(())
 
     def begin_forward(self, is_first: bool) -> tuple[Event, ...]:
         """The run is a forward; `is_first`: the first since the last backward."""
@@ -112,9 +131,11 @@ class UnitScheduler:
         """The run is a backward.
 
         Args:
-            is_last: whether it is the last before the update; only then are full gradients reduced.
-            visits: by unit, the number of forwards with gradients that visited it and that this backward ends. A unit that is
-                not listed is complete after its first `end_visit`.
+            is_last: whether it is the last before the update; only then are full
+                gradients reduced.
+            visits: by unit, the number of forwards with gradients that visited it and
+                that this backward ends. A unit that is not listed is complete after its
+                first `end_visit`.
         """
         self.in_forward = False  # also where this rank has run no forward
         self._is_last, self._open_visits = is_last, Counter(dict(visits))
@@ -122,14 +143,18 @@ class UnitScheduler:
         self._entered.update(unit for unit, num_visits in self._open_visits.items() if num_visits)
 
     def recorded(self, run: Run, *, differ: bool) -> tuple[tuple[Event, ...], bool]:
-        """The order that later runs follow, made from the run that ended, and whether that run has all blocks (`is_whole`)."""
+        """The order that later runs follow, made from the run that ended, and whether
+        that run has all blocks (`is_whole`).
+        """
         events = self.executed[self._run.begun :]
         before = self.executed[self._since : self._run.begun]
         forward, backward = (events, []) if run[0] == "forward" else (before, events)
         units = (name for name, unit in self._rules.units.items() if unit.gathered_numel)
-        return early(events, self._rules.may_start_early), is_whole(forward, backward, units, differ=differ)
+        return early(events, self._rules.may_start_early), is_whole(
+            forward, backward, units, differ=differ
+        )
 
-    # --- requests of the model and of autograd ---------------------------------------------------------------------
+    # --- requests of the model and of autograd ----------------------------------------------------
 
     def enter(self, unit: str) -> tuple[Event, ...]:
         """The model accesses the parameters of a unit."""
@@ -159,13 +184,17 @@ class UnitScheduler:
         return (Event("collect", key),)
 
     def expect(self, units: Iterable[str]) -> None:
-        """The present backward also brings gradients of these units from outside of the forwards; `end_visit` ends each."""
+        """The present backward also brings gradients of these units from outside of the
+        forwards; `end_visit` ends each.
+        """
         for unit in units:
             self._open_visits[unit] += 1
             self._entered.add(unit)
 
     def end_visit(self, unit: str) -> tuple[Event, ...]:
-        """All gradients of a unit in one forward are written. After the last it is reduced, as soon as the order allows."""
+        """All gradients of a unit in one forward are written. After the last it is
+        reduced, as soon as the order allows.
+        """
         self._open_visits[unit] -= 1
         if self._open_visits[unit] > 0:
             return ()
@@ -173,29 +202,39 @@ class UnitScheduler:
         out: list[Event] = []
         if self._run.order is None:
             self._advance_to(Event("reduce", unit), out)
-        while (event := self._run.next) is not None and event.kind == "reduce" and not self._is_early(event):
+        while (
+            (event := self._run.next) is not None
+            and event.kind == "reduce"
+            and not self._is_early(event)
+        ):
             self._issue(event, out)
         return tuple(out)
 
     def boundary(self) -> tuple[Event, ...]:
-        """The forward has ended. Units that only other ranks need are gathered up to here."""
+        """The forward has ended. Units that only other ranks need are gathered up to
+        here.
+        """
         out: list[Event] = []
         if self._advance_to(BOUNDARY, out):
             self._go_on(BOUNDARY, out)
         return tuple(out)
 
     def end_backward(self) -> tuple[Event, ...]:
-        """The backward has ended: reduces the remaining units, and continues like `take_part`.
+        """The backward has ended: reduces the remaining units, and continues like
+        `take_part`.
 
-        If the order has reduced a unit whose gradients came later (a reentrant checkpoint around a part of the model, which is
-        known when it runs), it is reduced once more.
+        If the order has reduced a unit whose gradients came later (a reentrant
+        checkpoint around a part of the model, which is known when it runs), it is
+        reduced once more.
         """
         self._ready.update(self._entered)
         self._rest = self._unreduced()
         return self.take_part()
 
     def take_part(self) -> tuple[Event, ...]:
-        """The run has ended on this rank, which still takes part in events that only other ranks need."""
+        """The run has ended on this rank, which still takes part in events that only
+        other ranks need.
+        """
         out: list[Event] = []
         while (event := self._run.next) is not None:
             self._issue(event, out)
@@ -228,13 +267,16 @@ class UnitScheduler:
         self._live = ""
         return (Event("release", released),)
 
-    # --- what ranks have agreed on ---------------------------------------------------------------------------------
+    # --- what ranks have agreed on ----------------------------------------------------------------
 
     def agreed(self, event: Event) -> tuple[Event, ...]:
-        """All ranks have agreed on an event. After the event that this rank needed, `wish` is its next one, or None."""
+        """All ranks have agreed on an event. After the event that this rank needed,
+        `wish` is its next one, or None.
+        """
         out: list[Event] = []
         if event != END:
-            self._issue(event, out)  # an incomplete gradient is sent as it is, and its rest in a later event
+            # an incomplete gradient is sent as it is, and its rest in a later event
+            self._issue(event, out)
         if event == self.wish:
             self.wish = next(self._rest, None)
             self._go_on(event, out)
@@ -246,10 +288,12 @@ class UnitScheduler:
         return self._run.place
 
     def depart(self, place: int) -> tuple[Event, ...]:
-        """All ranks need an event that the order lacks. They negotiate from event number `place` of the order on.
+        """All ranks need an event that the order lacks. They negotiate from event
+        number `place` of the order on.
 
-        The ranks have reached different places in it, because a rank stops before the reduction of a unit that it uses. So
-        all first issue the events up to the last of these places.
+        The ranks have reached different places in it, because a rank stops before the
+        reduction of a unit that it uses. So all first issue the events up to the last
+        of these places.
         """
         out: list[Event] = []
         while self.place < place and (event := self._run.next) is not None:
@@ -260,10 +304,12 @@ class UnitScheduler:
             self._go_on(wish, out)
         return tuple(out)
 
-    # --- rules -----------------------------------------------------------------------------------------------------
+    # --- rules ------------------------------------------------------------------------------------
 
     def _advance_to(self, wanted: Event, out: list[Event]) -> bool:
-        """Issues the events up to `wanted`. False if ranks must agree on `wanted` first; `wish` is set to it then."""
+        """Issues the events up to `wanted`. False if ranks must agree on `wanted`
+        first; `wish` is set to it then.
+        """
         if self._run.order is None:
             if self._is_alone:
                 self._issue(wanted, out)
@@ -286,7 +332,9 @@ class UnitScheduler:
         out.append(Event(kind))
 
     def _go_on(self, event: Event, out: list[Event]) -> None:
-        """Continues after an event that this rank waited for: uses the gathered unit, or turns from forward to backward."""
+        """Continues after an event that this rank waited for: uses the gathered unit,
+        or turns from forward to backward.
+        """
         if event.kind == "gather":
             out.append(Event("wait_gather", event.unit))
             self._live, self._under_way = event.unit, ""
@@ -298,9 +346,15 @@ class UnitScheduler:
         return reduction.unit in self._entered and not self._ready[reduction.unit]
 
     def _may_start_next(self, present: str) -> Event | None:
-        """The next event of the order, if it is a gather that may start while `present` is in use."""
+        """The next event of the order, if it is a gather that may start while `present`
+        is in use.
+        """
         event = self._run.next
-        is_gather = event is not None and event.kind == "gather" and self._rules.may_start_early(present, event.unit)
+        is_gather = (
+            event is not None
+            and event.kind == "gather"
+            and self._rules.may_start_early(present, event.unit)
+        )
         return event if is_gather else None
 
     def _unreduced(self) -> Iterator[Event]:
@@ -321,14 +375,21 @@ class UnitScheduler:
         out.append(event)
         if event.kind == "gather":
             self._under_way = event.unit
-            # On one shard nothing is sent: the next shard is loaded when its gather is issued, early.
-            if self._rules.prefetches and self._rules.num_shards > 1 and (following := self._run.next_gather):
+            # On one shard nothing is sent: the next shard is loaded when its gather is issued,
+            # early.
+            if (
+                self._rules.prefetches
+                and self._rules.num_shards > 1
+                and (following := self._run.next_gather)
+            ):
                 out.append(Event("prefetch_shards", following))
 
     def _reduce(self, event: Event, out: list[Event]) -> None:
         unit = self._rules.units[event.unit]
         self._ready[event.unit] = max(self._ready[event.unit] - 1, 0)
-        while self._in_flight and self._num_reducing + unit.reduced_numel > self._rules.max_reducing:
+        while (
+            self._in_flight and self._num_reducing + unit.reduced_numel > self._rules.max_reducing
+        ):
             self._end_reduce(out)
         while unit.remembers and event.unit in self._in_flight:
             self._end_reduce(out)  # the next reduction needs the state of its comm hook
@@ -342,7 +403,8 @@ class UnitScheduler:
         self._in_flight.append(event.unit)
         self._num_reducing += unit.reduced_numel
         if not all(grad.placement.is_here(self._device) for grad in started):
-            # A gradient that lives in other memory is written there while the next unit's backward runs.
+            # A gradient that lives in other memory is written there while the next unit's backward
+            # runs.
             while len(self._in_flight) > (self._rules.world_size > 1):
                 self._end_reduce(out)
 

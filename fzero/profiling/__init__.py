@@ -1,6 +1,8 @@
-"""Measurements: traces of collectives and operators, times of modules, rates of a machine.
+"""Measurements: traces of collectives and operators, times of modules, rates of a
+machine.
 
-May import: estimation, resharding, step and below. Begin with `fzero.profiling.profiler`.
+May import: estimation, resharding, step and below. Begin with
+`fzero.profiling.profiler`.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
         plan_comm as plan_comm,
         trace_comm as trace_comm,
     )
-    from fzero.profiling.machine import MeasuredRates as MeasuredRates, measure_rates as measure_rates
+    from fzero.profiling.machine import (
+        MeasuredRates as MeasuredRates,
+        measure_rates as measure_rates,
+    )
     from fzero.profiling.measured_layers import measure_layers as measure_layers
     from fzero.profiling.profiler import profile as profile
     from fzero.profiling.reports import (

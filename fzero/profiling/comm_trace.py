@@ -3,8 +3,9 @@
     print(fzero.profiling.trace_comm(step, state, batch))    # runs a step on a copy of the state, and records what it sends
     print(fzero.profiling.plan_comm(step, batch))            # the same from the step's graph, for ranks that need not exist
 
-`trace_comm` observes the axes of a step: of processes, or of ranks in lockstep. A compiled step reports the collectives of
-its graph. Both give the same rows, with the exceptions that `CommTrace` lists.
+`trace_comm` observes the axes of a step: of processes, or of ranks in lockstep. A
+compiled step reports the collectives of its graph. Both give the same rows, with the
+exceptions that `CommTrace` lists.
 """
 
 from __future__ import annotations
@@ -41,15 +42,19 @@ class CommRow(NamedTuple):
 
     Attributes:
         number: its index in the step, from 0.
-        collective: as called; a graph on gloo calls `all_to_all` where shards are exchanged.
+        collective: as called; a graph on gloo calls `all_to_all` where shards are
+            exchanged.
         axis: the axis of the mesh; "world" is all ranks of a mesh with several axes.
         unit: the unit of the flat buffer; "" if it belongs to no unit.
         buffer: the key of the flat buffer.
         purpose: see `fzero.comms.Label`.
-        phase: when it starts: in the forward, at the forward/backward boundary (`boundary`), in the backward or in the update.
-        num_elements: that this rank sends to all others together, before a comm hook encodes them.
+        phase: when it starts: in the forward, at the forward/backward boundary
+            (`boundary`), in the backward or in the update.
+        num_elements: that this rank sends to all others together, before a comm hook
+            encodes them.
         nbytes: bytes sent, after the encoding.
-        is_joined: whether one call sends this and neighbouring rows (buckets of a compiled step).
+        is_joined: whether one call sends this and neighbouring rows (buckets of a
+            compiled step).
     """
 
     number: int
@@ -66,18 +71,23 @@ class CommRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommTrace:
-    """The collectives that one rank takes part in during a step. `print(comm)` shows a table, `comm.save("comm.png")` a picture.
+    """The collectives that one rank takes part in during a step. `print(comm)` shows a
+    table, `comm.save("comm.png")` a picture.
 
-    The rows of flat buffers (`gather`, `reduce`, `all_gather_params`) and of the `norm` have the same purpose, axis, unit and
-    bytes in real processes, ranks in lockstep, a compiled step and a plan. Differences:
+    The rows of flat buffers (`gather`, `reduce`, `all_gather_params`) and of the `norm`
+    have the same purpose, axis, unit and bytes in real processes, ranks in lockstep, a
+    compiled step and a plan. Differences:
 
     - the order, and the collective that a graph calls;
-    - `gather` of a unit of several flat buffers: in the backward, a graph gathers the ones that it reads (and those joined
-      with them), an eager step all of them;
-    - `describe`: a rank sends the others four numbers in an eager step, three in a graph;
-    - `buffers`: a graph makes all module buffers equal over the ranks, an eager step the changed ones;
+    - `gather` of a unit of several flat buffers: in the backward, a graph gathers the
+      ones that it reads (and those joined with them), an eager step all of them;
+    - `describe`: a rank sends the others four numbers in an eager step, three in a
+      graph;
+    - `buffers`: a graph makes all module buffers equal over the ranks, an eager step
+      the changed ones;
     - `negotiate`: only in eager steps with that schedule;
-    - `files`: with state in files, the ranks of an eager step report whether theirs are intact; a graph has no files.
+    - `files`: with state in files, the ranks of an eager step report whether theirs are
+      intact; a graph has no files.
 
     Attributes:
         rows: in the order in which the collectives start.
@@ -95,7 +105,9 @@ class CommTrace:
         def row(number: int, record: CommRecord) -> CommRow:
             label, size = record.label, (record.num_elements, record.nbytes)
             where = record.collective, record.axis, units.get(label.buffer, "")
-            return CommRow(number, *where, label.buffer, label.purpose, label.phase, *size, record.is_joined)
+            return CommRow(
+                number, *where, label.buffer, label.purpose, label.phase, *size, record.is_joined
+            )
 
         nonempty = [record for record in sent if record.num_elements]
         return cls(tuple(map(row, range(len(nonempty)), nonempty)), title)
@@ -133,7 +145,16 @@ class CommTrace:
         return dict(nbytes)
 
     def __rich__(self) -> Group:
-        table = Table("", "when", "what for", "unit", "collective", "axis", title=self.title, title_justify="left")
+        table = Table(
+            "",
+            "when",
+            "what for",
+            "unit",
+            "collective",
+            "axis",
+            title=self.title,
+            title_justify="left",
+        )
         for column in ("elements", "bytes"):
             table.add_column(column, justify="right")
         for row in self.rows:
@@ -153,7 +174,9 @@ class CommTrace:
         return as_html(self, self.draw)
 
     def draw(self) -> Figure:
-        """A picture: one lane per axis, one bar per row, in order; its height is its bytes. Needs matplotlib."""
+        """A picture: one lane per axis, one bar per row, in order; its height is its
+        bytes. Needs matplotlib.
+        """
         package("matplotlib", needed_by="trace_comm(…).draw()")
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -170,10 +193,26 @@ class CommTrace:
                 panel.axvspan(start - 0.5, stop - 0.5, color=_PHASES.get(phase, "white"), zorder=0)
             rows = [row for row in self.rows if row.axis == axis]
             colors = [_COLORS.get(row.purpose, _NUMBERS) for row in rows]
-            panel.bar([row.number for row in rows], [row.nbytes / one for row in rows], width=0.86, color=colors)
+            panel.bar(
+                [row.number for row in rows],
+                [row.nbytes / one for row in rows],
+                width=0.86,
+                color=colors,
+            )
             for row in rows:  # their units, where they fit
-                if row.unit and len(row.unit) < 12 and len(self.rows) < 60 and row.nbytes > 0.4 * most:
-                    text = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+                if (
+                    row.unit
+                    and len(row.unit) < 12
+                    and len(self.rows) < 60
+                    and row.nbytes > 0.4 * most
+                ):
+                    text = {
+                        "rotation": 90,
+                        "ha": "center",
+                        "va": "center",
+                        "fontsize": 7,
+                        "color": "white",
+                    }
                     panel.text(row.number, row.nbytes / one / 2, row.unit, **text)
             panel.set(xlim=(-0.5, max(len(self.rows), 1) - 0.5), ylim=(0, 1.2 * most / one))
             panel.set_yticks([0, most / one], ["0", f"{most / one:.3g} {unit}"], fontsize=8)
@@ -186,15 +225,23 @@ class CommTrace:
         panels[0].set_title(self.title, loc="left", fontsize=10, fontweight="bold")
         panels[-1].set_xticks([])
         panels[-1].set_xlabel(f"the {len(self.rows)} collectives, in order", fontsize=8)
-        used = dict.fromkeys(row.purpose if row.purpose in _COLORS else "numbers" for row in self.rows)
+        used = dict.fromkeys(
+            row.purpose if row.purpose in _COLORS else "numbers" for row in self.rows
+        )
         patches = [Patch(color=_COLORS.get(name, _NUMBERS), label=name) for name in used]
         figure.legend(
-            handles=patches, loc="outside lower center", ncols=max(len(patches), 1), frameon=False, fontsize=8
+            handles=patches,
+            loc="outside lower center",
+            ncols=max(len(patches), 1),
+            frameon=False,
+            fontsize=8,
         )
         return figure
 
     def save(self, path: str | Path) -> None:
-        """Writes the picture, in the format of the file's extension; creates the folder."""
+        """Writes the picture, in the format of the file's extension; creates the
+        folder.
+        """
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self.draw().savefig(path, dpi=120)
 
@@ -202,33 +249,40 @@ class CommTrace:
 def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch: Any) -> CommTrace:
     """Runs a step on a copy of the state, and returns a trace of what it sends.
 
-    State and step do not change. A state in files is copied to files beside them, which are removed afterwards. A step that has
-    not run before runs twice, because in the first run the ranks agree on the order of the collectives; the second is traced.
-    The model runs as in a step: its Python attributes (counters, say) change.
+    State and step do not change. A state in files is copied to files beside them, which
+    are removed afterwards. A step that has not run before runs twice, because in the
+    first run the ranks agree on the order of the collectives; the second is traced. The
+    model runs as in a step: its Python attributes (counters, say) change.
 
-    *Collective:* every rank, like a step; each gets its own trace. If only some ranks call it, all raise `CollectiveError`: when
-    the next step detects it, or after the timeout of `fzero.join(timeout=…)`.
-    For ranks in lockstep, the trace is rank 0's. With `simulate(by="vmap")`, whose ranks send nothing, it is planned
-    for a real rank of as many (`plan_comm`).
+    *Collective:* every rank, like a step; each gets its own trace. If only some ranks
+    call it, all raise `CollectiveError`: when the next step detects it, or after the
+    timeout of `fzero.join(timeout=…)`.
+    For ranks in lockstep, the trace is rank 0's. With `simulate(by="vmap")`, whose
+    ranks send nothing, it is planned for a real rank of as many (`plan_comm`).
 
     Args:
         step: of `make_train_step`, compiled or not, or of `simulate`.
-        state, batch: as for a step; an iterator advances by the micro-batches of a step.
+        state, batch: as for a step; an iterator advances by the micro-batches of a
+            step.
 
     Raises:
-        ValueError: the step's axis is an `AbstractAxis`, which needs `plan_comm`; and as a step does.
-        StoreError, MemoryError: there is no room for the copy of a state in files; the given state is unchanged.
+        ValueError: the step's axis is an `AbstractAxis`, which needs `plan_comm`; and
+            as a step does.
+        StoreError, MemoryError: there is no room for the copy of a state in files; the
+            given state is unchanged.
     """
     if not isinstance(step, TrainStep | LockstepRanks):
         rule = "must be of make_train_step or of simulate"
-        raise ValueError(f"trace_comm: step {rule}, got {type(step).__name__}; pass the result of one")
+        raise ValueError(
+            f"trace_comm: step {rule}, got {type(step).__name__}; pass the result of one"
+        )
     if isinstance(step, VmapRanks) and not step.is_in_lockstep:
         step.check_state(state)
         return plan_comm(step.one_rank(), step.batches_of(batch)[0])
     if isinstance(step, TrainStep) and isinstance(step.runtime.ranks, AbstractAxis):
         raise ValueError(
-            f"trace_comm: the step must be of ranks that exist, got one on {step.runtime.ranks}; use plan_comm(step, batch), "
-            f"or trace_comm(fzero.simulate(step), state, batch)"
+            f"trace_comm: the step must be of ranks that exist, got one on {step.runtime.ranks}; "
+            f"use plan_comm(step, batch), or trace_comm(fzero.simulate(step), state, batch)"
         )
     log: list[CommRecord] = []
     twin = step.observed(log.append)
@@ -241,19 +295,21 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
 
 
 def plan_comm(step: TrainStep, batch: Any) -> CommTrace:
-    """The trace of a step on this batch with `compile="step"`, from its scheduled graphs; runs and sends nothing.
+    """The trace of a step on this batch with `compile="step"`, from its scheduled
+    graphs; runs and sends nothing.
 
     Args:
         step: of `make_train_step`, on any axis, including `AbstractAxis`.
-        batch: one rank's samples; tensors may be on `meta`. An iterator advances by the micro-batches of a step.
+        batch: one rank's samples; tensors may be on `meta`. An iterator advances by the
+            micro-batches of a step.
 
     Raises:
         ConfigError, CompileError, ValueError: as `TrainStep.trace` does.
     """
     if not isinstance(step, TrainStep):
         raise ValueError(
-            f"plan_comm: step must be of make_train_step, got {type(step).__name__}; pass the step that was simulated, or use "
-            f"trace_comm(step, state, batch)"
+            f"plan_comm: step must be of make_train_step, got {type(step).__name__}; pass the step "
+            f"that was simulated, or use trace_comm(step, state, batch)"
         )
     sent = [record for captured in step.trace(batch) for record in captured.scheduled().sent()]
     return CommTrace.of(sent, step.plan, _title(step.plan))

@@ -1,7 +1,8 @@
-"""`MachineReport` (`fzero env`): versions and devices of this machine, and its rates, measured in a few seconds.
+"""`MachineReport` (`fzero env`): versions and devices of this machine, and its rates,
+measured in a few seconds.
 
-Each rate is the median of several repetitions, because plans are of the usual step. Gathers are measured
-between two processes of this machine, over the axis that jobs use.
+Each rate is the median of several repetitions, because plans are of the usual step.
+Gathers are measured between two processes of this machine, over the axis that jobs use.
 """
 
 from __future__ import annotations
@@ -30,23 +31,42 @@ from fzero.comms import collectives
 from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import backends, join, shutdown
 from fzero.plans.machine_model import MachineModel
-from fzero.profiling.profiler import attention_rate, matrix_rate, operator_seconds, pointwise_rate, update_rate, usual
+from fzero.profiling.profiler import (
+    attention_rate,
+    matrix_rate,
+    operator_seconds,
+    pointwise_rate,
+    update_rate,
+    usual,
+)
 from fzero.storage.file_store import FileStore
 from fzero.storage.file_tensor import FileSpec, StoreError
 from fzero.storage.host_memory import Pool
 
 PACKAGES = (
-    "fzero", "torch", "numpy", "optree", "einops", "pydantic", "rich", "safetensors", "transformers", "deepspeed",
-)  # fmt: skip
+    "fzero",
+    "torch",
+    "numpy",
+    "optree",
+    "einops",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "transformers",
+    "deepspeed",
+)
 PROGRAMS = ("ssh", "pdsh", "mpirun", "srun")
 NBYTES, DISK_NBYTES = 1 << 26, 1 << 28  # of a copy or a gather, and of a file
 NUM_COPIES = 40  # some 0.3 seconds
-NUM_WEIGHTS = 8  # matrices that are multiplied in turn: a step's weights are not in the cache either
+# matrices that are multiplied in turn: a step's weights are not in the cache either
+NUM_WEIGHTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRates:
-    """Measured rates in bytes and floating point operations per second; None if not measured."""
+    """Measured rates in bytes and floating point operations per second; None if not
+    measured.
+    """
 
     host_copy: float
     """Bytes of host memory copied, each read and written once, with all threads."""
@@ -55,7 +75,9 @@ class MeasuredRates:
     to_device: float | None
     """From page-locked host memory to the GPU."""
     gather: float | None
-    """Bytes that a rank receives in an all-gather of two ranks; on gloo, or on NCCL between two GPUs."""
+    """Bytes that a rank receives in an all-gather of two ranks; on gloo, or on NCCL
+    between two GPUs.
+    """
     disk_write: float | None
     """A file written and flushed to the disk."""
     disk_read: float | None
@@ -88,7 +110,11 @@ class MeasuredRates:
         """The rates of dry runs; `MachineModel`'s defaults where none was measured."""
         default = MachineModel()
         copy = self.device_copy or self.host_copy
-        disk = 2 / (1 / self.disk_read + 1 / self.disk_write) if self.disk_read and self.disk_write else default.disk
+        disk = (
+            2 / (1 / self.disk_read + 1 / self.disk_write)
+            if self.disk_read and self.disk_write
+            else default.disk
+        )
         return MachineModel(
             flops=self.flops_bf16,
             flops_fp32=self.flops_fp32,
@@ -140,11 +166,13 @@ def measure_rates(
     Args:
         path: a folder on the measured disk, with room for 256 MiB there and in memory.
         gather: whether to start two processes that measure the gather.
-        num_ranks: the number of processes that measure at the same time, like ranks of a job on this machine; the result is
-            the mean rate of one of them. With more than one, the gather is between all of them, and each has its part of the
+        num_ranks: the number of processes that measure at the same time, like ranks of
+            a job on this machine; the result is the mean rate of one of them. With more
+            than one, the gather is between all of them, and each has its part of the
             disk, which is measured first.
         says: is called with each thing that is measured, before it is.
-        seconds: the time after which no other rate is measured; those that a dry run needs always are.
+        seconds: the time after which no other rate is measured; those that a dry run
+            needs always are.
 
     Raises:
         OSError: the folder cannot be written to, or the disk is too small.
@@ -155,7 +183,9 @@ def measure_rates(
     write, read = disk_rates(Path(path))
     if num_ranks > 1:
         says(f"all rates in {num_ranks} processes at once")
-        rates = mean_rates([MeasuredRates(**rates) for rates in _run_ranks("rates_of_rank", num_ranks)])
+        rates = mean_rates(
+            [MeasuredRates(**rates) for rates in _run_ranks("rates_of_rank", num_ranks)]
+        )
         return replace(rates, disk_write=write / num_ranks, disk_read=read / num_ranks)
     here, rate, latency = _rates_here(_device(1), says, ends), None, None
     if gather and time.monotonic() < ends:
@@ -166,24 +196,34 @@ def measure_rates(
 
 
 def _device(num_ranks: int) -> torch.device:
-    """The device of ranks on this machine: a GPU each if there are enough, else the CPU."""
+    """The device of ranks on this machine: a GPU each if there are enough, else the
+    CPU.
+    """
     return torch.device("cuda" if torch.cuda.device_count() >= num_ranks else "cpu")
 
 
-def _rates_here(device: torch.device, says: Says = lambda what: None, ends: float = float("inf")) -> MeasuredRates:
-    """The rates of this process alone, without the disk; None for the optional ones that come after `ends`."""
+def _rates_here(
+    device: torch.device, says: Says = lambda what: None, ends: float = float("inf")
+) -> MeasuredRates:
+    """The rates of this process alone, without the disk; None for the optional ones
+    that come after `ends`.
+    """
     has_gpu = device.type == "cuda"
     host = torch.ones(NBYTES // 4)
     target = torch.empty_like(host)
     fp32, bf16 = torch.float32, torch.bfloat16
     needed: dict[str, Callable[[], float]] = {
-        "host_copy": lambda: NBYTES / usual(lambda: target.copy_(host), host.device, num_calls=NUM_COPIES),
+        "host_copy": lambda: (
+            NBYTES / usual(lambda: target.copy_(host), host.device, num_calls=NUM_COPIES)
+        ),
         "flops_fp32": lambda: matrix_rate(device, fp32, NUM_WEIGHTS),
         "flops_bf16": lambda: matrix_rate(device, bf16, NUM_WEIGHTS),
     }
     optional: dict[str, Callable[[], float] | None] = {
         "device_copy": (lambda: NBYTES / _on_gpu(host.cuda(), host.cuda())) if has_gpu else None,
-        "to_device": (lambda: NBYTES / _on_gpu(host.pin_memory(), host.cuda())) if has_gpu else None,
+        "to_device": (lambda: NBYTES / _on_gpu(host.pin_memory(), host.cuda()))
+        if has_gpu
+        else None,
         "attention_fp32": lambda: attention_rate(device, fp32),
         "attention_bf16": lambda: attention_rate(device, bf16),
         "pointwise_fp32": lambda: pointwise_rate(device, fp32),
@@ -203,11 +243,15 @@ def _rates_here(device: torch.device, says: Says = lambda what: None, ends: floa
 
 
 def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
-    return usual(lambda: target.copy_(source, non_blocking=True), target.device, num_calls=NUM_COPIES)
+    return usual(
+        lambda: target.copy_(source, non_blocking=True), target.device, num_calls=NUM_COPIES
+    )
 
 
 def disk_rates(folder: Path) -> tuple[float, float]:
-    """Bytes per second written and read in the way of state in files; the files are removed afterwards."""
+    """Bytes per second written and read in the way of state in files; the files are
+    removed afterwards.
+    """
     rates, numel, buffer = [], DISK_NBYTES // 4, Pool(1, DISK_NBYTES).take()
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fzero-env-") as inside:
         try:
@@ -221,12 +265,16 @@ def disk_rates(folder: Path) -> tuple[float, float]:
                         times.append(time.perf_counter() - began)
                     rates.append(DISK_NBYTES / statistics.median(times))
         except StoreError as error:
-            raise OSError(f"a file of {DISK_NBYTES >> 20} MiB must be written and read there, got: {error}") from error
+            raise OSError(
+                f"a file of {DISK_NBYTES >> 20} MiB must be written and read there, got: {error}"
+            ) from error
     return rates[0], rates[1]
 
 
 def rates_of_rank(axis: ProcessAxis, device: torch.device) -> MeasuredRates:
-    """The rates of this rank while the others measure, too, without the disk; takes two seconds. *Collective.*"""
+    """The rates of this rank while the others measure, too, without the disk; takes two
+    seconds. *Collective.*
+    """
     rate, latency = gather_rate(axis, device)
     busy = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size)) * torch.get_num_threads()
     overlap = device.type == "cuda" or busy < len(os.sched_getaffinity(0))
@@ -240,38 +288,66 @@ def mean_rates(of_ranks: Sequence[MeasuredRates]) -> MeasuredRates:
         numbers = [getattr(rates, name) for rates in of_ranks]
         return None if None in numbers else sum(numbers) / len(numbers)
 
-    means: dict[str, Any] = {one.name: mean(one.name) for one in fields(MeasuredRates) if one.name != "overlap"}
+    means: dict[str, Any] = {
+        one.name: mean(one.name) for one in fields(MeasuredRates) if one.name != "overlap"
+    }
     return MeasuredRates(**means, overlap=all(rates.overlap for rates in of_ranks))
 
 
 def _run_ranks(measure: str, num_ranks: int) -> list[Any]:
-    """Starts ranks that call this function of the module at the same time; returns what each measured, as JSON types."""
+    """Starts ranks that call this function of the module at the same time; returns what
+    each measured, as JSON types.
+    """
     with tempfile.TemporaryDirectory(prefix="fzero-env-") as folder:
-        code = f"from fzero.profiling import machine; machine.on_rank({folder!r}, machine.{measure})"
-        command = [sys.executable, "-m", "fzero", "run", "--num_procs", str(num_ranks), "--no_python", sys.executable]
+        code = (
+            f"from fzero.profiling import machine; machine.on_rank({folder!r}, machine.{measure})"
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "fzero",
+            "run",
+            "--num_procs",
+            str(num_ranks),
+            "--no_python",
+            sys.executable,
+        ]
         try:
             subprocess.run([*command, "-c", code], check=True, capture_output=True, timeout=120)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             rule = "processes of this machine must be able to join each other"
             raise RuntimeError(f"num_ranks: {num_ranks} {rule}, got {error}") from error
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+        return [
+            json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)
+        ]
 
 
 def on_rank(folder: str, measure: Callable[[ProcessAxis, torch.device], Any]) -> None:
-    """The program of each rank: writes what it measures while the others do. *Collective.*"""
+    """The program of each rank: writes what it measures while the others do.
+    *Collective.*
+    """
     device = _device(int(os.environ["LOCAL_WORLD_SIZE"]))
     axis = join(device)
-    (Path(folder) / f"{axis.rank}.json").write_text(json.dumps(measure(axis, device), default=asdict))
+    (Path(folder) / f"{axis.rank}.json").write_text(
+        json.dumps(measure(axis, device), default=asdict)
+    )
     shutdown()
 
 
 def gather_rate(axis: ProcessAxis, device: torch.device) -> tuple[float, float]:
-    """(bytes per second that this rank receives into memory that is kept, seconds for one element). *Collective.*"""
+    """(bytes per second that this rank receives into memory that is kept, seconds for
+    one element). *Collective.*
+    """
     seconds = []
     for numel in (NBYTES // 8, 1):
-        shard, full, times = torch.ones(numel, device=device), torch.ones(numel * axis.size, device=device), []
+        shard, full, times = (
+            torch.ones(numel, device=device),
+            torch.ones(numel * axis.size, device=device),
+            [],
+        )
         for _ in range(12):
-            collectives.stack(torch.zeros(1, device=device), axis)  # a barrier, so that all ranks start together
+            # a barrier, so that all ranks start together
+            collectives.stack(torch.zeros(1, device=device), axis)
             began = time.perf_counter()
             collectives.start_all_gather(shard, full, axis).wait()
             if device.type == "cuda":
@@ -292,18 +368,30 @@ def rates_from(path: Path | str) -> MeasuredRates:
         return _checked(MeasuredRates(**report["rates"]))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"--rates {path}: must be the output of `fzero env --json`, got {type(error).__name__}: {error}; print it "
-            f"again"
+            f"--rates {path}: must be the output of `fzero env --json`, got "
+            f"{type(error).__name__}: {error}; print it again"
         ) from None
 
 
 def _checked(rates: MeasuredRates) -> MeasuredRates:
     for field in fields(MeasuredRates):
         value, kind = getattr(rates, field.name), str(field.type)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-        fits = isinstance(value, bool) if kind == "bool" else is_number or (value is None and "None" in kind)
+        is_number = (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and 0 < value < float("inf")
+        )
+        fits = (
+            isinstance(value, bool)
+            if kind == "bool"
+            else is_number or (value is None and "None" in kind)
+        )
         if not fits:
-            rule = "true or false" if kind == "bool" else "a positive number" + " or null" * ("None" in kind)
+            rule = (
+                "true or false"
+                if kind == "bool"
+                else "a positive number" + " or null" * ("None" in kind)
+            )
             raise ValueError(f"{field.name} must be {rule}, got {value!r}")
     return rates
 
@@ -323,7 +411,9 @@ def facts(path: Path | str = ".") -> MachineReport:
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    properties = [
+        torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
+    ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     here = platform_here(has_gpu=bool(properties))
     untested = untested_versions(torch.__version__, platform.python_version())
@@ -331,7 +421,10 @@ def facts(path: Path | str = ".") -> MachineReport:
         "platform": f"{here.name}: {here.status}; {here.note}",
         **({"no test has run on": "; ".join(untested)} if untested else {}),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
+        "cores": (
+            f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, torch uses "
+            f"{torch.get_num_threads()} threads"
+        ),
         "memory": f"{memory / 2**30:.1f} GiB",
         "disk": f"{shutil.disk_usage(path).free / 2**30:.1f} GiB free in {Path(path).resolve()}",
         "CUDA": torch.version.cuda or "torch is built without CUDA",
@@ -398,7 +491,10 @@ def rates_table(rates: MeasuredRates) -> Table:
 
 def _rows(rates: MeasuredRates) -> list[tuple[str, str]]:
     found = ((NAMES[name], rate) for name, rate in asdict(rates).items())
-    return [(what, "not measured" if rate is None else _shown(rate, unit)) for (what, unit), rate in found]
+    return [
+        (what, "not measured" if rate is None else _shown(rate, unit))
+        for (what, unit), rate in found
+    ]
 
 
 def _shown(rate: float | bool, unit: str) -> str:

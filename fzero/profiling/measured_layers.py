@@ -1,10 +1,11 @@
-"""`measure_layers`: the measured cost of each layer of a pipeline, by which it is cut into stages.
+"""`measure_layers`: the measured cost of each layer of a pipeline, by which it is cut
+into stages.
 
     costs = measure_layers(model, (inputs, labels), device="cuda")
     model = PipelineModule(layers, num_stages=4, loss_fn=loss_fn, partition_method=costs)
 
-Each layer runs forward and backward alone, on the outputs of the layer before it. `fzero.estimation.estimate_layers` predicts the
-same without running anything.
+Each layer runs forward and backward alone, on the outputs of the layer before it.
+`fzero.estimation.estimate_layers` predicts the same without running anything.
 """
 
 from __future__ import annotations
@@ -34,23 +35,29 @@ def measure_layers(
     device: torch.device | str = "cpu",
     nbytes_per_param: float = 16.0,
 ) -> tuple[LayerCost, ...]:
-    """The seconds and bytes of each layer for one micro-batch, measured on this process.
+    """The seconds and bytes of each layer for one micro-batch, measured on this
+    process.
 
-    *Collective:* every rank of the job; all get what rank 0 measured, so that they cut alike.
+    *Collective:* every rank of the job; all get what rank 0 measured, so that they cut
+    alike.
 
     Args:
-        model: its layers are all built on `device`; the loss, if it has one, counts in the last layer.
+        model: its layers are all built on `device`; the loss, if it has one, counts in
+            the last layer.
         batch: inputs and labels of a micro-batch, with values.
         repeats: the fastest of so many runs counts.
         device: where the layers run.
-        nbytes_per_param: of parameters, gradients and optimizer state, for each element (16: 16 bits with an fp32 master and
-            Adam; less where ZeRO divides them).
+        nbytes_per_param: of parameters, gradients and optimizer state, for each element
+            (16: 16 bits with an fp32 master and Adam; less where ZeRO divides them).
 
     Returns:
         A `partition_method` of the module.
     """
     whole = model.build(0, model.num_layer_specs).to(device)
-    inputs, labels = (optree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, part) for part in batch)
+    inputs, labels = (
+        optree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, part)
+        for part in batch
+    )
     costs = list[LayerCost]()
     for index, layer in whole.calls(0, model.num_layer_specs):
         call = layer
@@ -58,7 +65,8 @@ def measure_layers(
             call = _with_loss(layer, model.loss_fn, labels)
         runs = [_run(call, inputs, whole) for _ in range(repeats)]
         _, _, stored, outputs = runs[0]
-        module = layer.args[0] if isinstance(layer, partial) else layer  # a tied layer with a forward of its own
+        # a tied layer with a forward of its own
+        module = layer.args[0] if isinstance(layer, partial) else layer
         numel = sum(p.numel() for p in module.parameters()) if isinstance(module, nn.Module) else 0
         costs.append(
             LayerCost(
@@ -73,12 +81,18 @@ def measure_layers(
     return tuple(LayerCost(*row) for row in exchange([astuple(cost) for cost in costs], job())[0])
 
 
-def _with_loss(layer: Callable[[Any], Any], loss_fn: Callable[..., Any], labels: Any) -> Callable[[Any], Any]:
+def _with_loss(
+    layer: Callable[[Any], Any], loss_fn: Callable[..., Any], labels: Any
+) -> Callable[[Any], Any]:
     return lambda x: loss_fn(layer(x), labels)
 
 
-def _run(call: Callable[[Any], Any], inputs: Any, whole: nn.Module) -> tuple[float, float, int, Any]:
-    """Seconds of a forward and of a backward, bytes stored between them, and the outputs."""
+def _run(
+    call: Callable[[Any], Any], inputs: Any, whole: nn.Module
+) -> tuple[float, float, int, Any]:
+    """Seconds of a forward and of a backward, bytes stored between them, and the
+    outputs.
+    """
     known = {x.untyped_storage()._cdata for x in (*whole.parameters(), *whole.buffers())}
     stored = dict[int, int]()
 

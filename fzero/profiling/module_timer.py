@@ -1,11 +1,15 @@
-"""`ModuleTimer`: the seconds and FLOPs of each module of a model, in a forward and backward that the caller runs.
+"""`ModuleTimer`: the seconds and FLOPs of each module of a model, in a forward and
+backward that the caller runs.
 
-1. Hooks on every module record when it is called and when it returns. Its backward starts with the gradient of its output,
-   and ends with the complete gradient of its input. If no input needs a gradient, it ends when the backward of another
-   module starts, or with the backward of the model.
-2. An operator of the forward belongs to the module that is being called. Autograd numbers the nodes of its graph as it
-   creates them; in the backward, a node's number identifies the call that created it.
-3. Operators that run with gradients enabled inside a backward are a recomputed forward (activation checkpointing).
+1. Hooks on every module record when it is called and when it returns. Its backward
+   starts with the gradient of its output, and ends with the complete gradient of its
+   input. If no input needs a gradient, it ends when the backward of another module
+   starts, or with the backward of the model.
+2. An operator of the forward belongs to the module that is being called. Autograd
+   numbers the nodes of its graph as it creates them; in the backward, a node's number
+   identifies the call that created it.
+3. Operators that run with gradients enabled inside a backward are a recomputed forward
+  (activation checkpointing).
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ _next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignor
 
 
 class _Span(NamedTuple):
-    """The numbers of the nodes that a call created: from `start` to `stop[0]`; `stop` is empty until the call ends."""
+    """The numbers of the nodes that a call created: from `start` to `stop[0]`; `stop`
+    is empty until the call ends.
+    """
 
     start: int
     stop: list[int]
@@ -51,12 +57,14 @@ class _Backward:
 
 
 class ModuleTimer:
-    """Times the modules of a model, or counts their operations, inside any number of `forward()` and `backward()`.
+    """Times the modules of a model, or counts their operations, inside any number of
+    `forward()` and `backward()`.
 
     Args:
         model: only its modules and their names are used.
         now: the time in seconds; on an asynchronous device it must synchronize first.
-        counts: whether to count operations, which costs every operator a few microseconds.
+        counts: whether to count operations, which costs every operator a few
+            microseconds.
     """
 
     def __init__(self, model: nn.Module, now: Callable[[], float], *, counts: bool) -> None:
@@ -68,7 +76,9 @@ class ModuleTimer:
         self._part: Part = "forward"
         self._calls: list[_Backward] = []
         self._open: list[_Backward] = []  # those that end when another module's backward begins
-        self.seconds: dict[Part, defaultdict[str, float]] = {part: defaultdict(float) for part in PARTS[:2]}
+        self.seconds: dict[Part, defaultdict[str, float]] = {
+            part: defaultdict(float) for part in PARTS[:2]
+        }
         self.flops: dict[Part, Counter[str]] = {part: Counter() for part in PARTS}
 
     @contextmanager
@@ -95,22 +105,31 @@ class ModuleTimer:
             call.begin, call.end = math.inf, 0.0  # another backward may run through the same call
 
     def profiles(self) -> tuple[ModuleProfile, ...]:
-        """The profile of every module that was called, parents before children. Removes the hooks."""
+        """The profile of every module that was called, parents before children. Removes
+        the hooks.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         return tuple(self._profiles())
 
-    # --- hooks ---------------------------------------------------------------------------------------------------
+    # --- hooks ------------------------------------------------------------------------------------
 
     @contextmanager
     def _watching(self, part: Literal["forward", "backward"]) -> Iterator[None]:
         self._part, hooks = part, []
         for name, module in self._model.named_modules():
             if name:  # the model itself is timed by `forward`, whoever calls it
-                hooks.append(module.register_forward_pre_hook(lambda module, args, name=name: self._enter(name)))
-                after = self._after(name)  # always: torch's checkpoint raises to stop a recomputation early
-                hooks.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+                hooks.append(
+                    module.register_forward_pre_hook(
+                        lambda module, args, name=name: self._enter(name)
+                    )
+                )
+                # always: torch's checkpoint raises to stop a recomputation early
+                after = self._after(name)
+                hooks.append(
+                    module.register_forward_hook(after, with_kwargs=True, always_call=True)
+                )
         try:
             with Counting(self._count) if self._counts else nullcontext():
                 yield
@@ -148,7 +167,9 @@ class ModuleTimer:
     def _watch(self, call: _Backward, outs: list[Tensor], ins: list[Tensor]) -> None:
         def begin(grad: Any) -> None:
             now = self._now()
-            self._close([other for other in self._open if not call.name.startswith(f"{other.name}.")], now)
+            self._close(
+                [other for other in self._open if not call.name.startswith(f"{other.name}.")], now
+            )
             if call.begin == math.inf:
                 call.begin = now
                 if not ins:
@@ -165,7 +186,7 @@ class ModuleTimer:
             call.end = self._now() if now is None else now
             self._open.remove(call)
 
-    # --- counting ------------------------------------------------------------------------------------------------
+    # --- counting ---------------------------------------------------------------------------------
 
     def _count(self, flops: int) -> None:
         part = "again" if self._part == "backward" and torch.is_grad_enabled() else self._part
@@ -175,7 +196,11 @@ class ModuleTimer:
     def _names_of_call(self) -> set[str]:
         names = {"", *(name for name, _, _ in self._stack)}
         if self._part == "backward":  # the parents of a recomputed module are not called again
-            names |= {".".join(name.split(".")[:n]) for name in names for n in range(1, 1 + name.count("."))}
+            names |= {
+                ".".join(name.split(".")[:n])
+                for name in names
+                for n in range(1, 1 + name.count("."))
+            }
         return names
 
     def _names_of_node(self) -> set[str]:
@@ -199,9 +224,17 @@ class ModuleTimer:
                 around.pop()
             flops = {f"{part}_flops": of_module[name] for part, of_module in self.flops.items()}
             forward, backward = (of_module[name] for of_module in self.seconds.values())
-            num_params = sum(int(getattr(param, "ds_numel", param.numel())) for param in module.parameters())
+            num_params = sum(
+                int(getattr(param, "ds_numel", param.numel())) for param in module.parameters()
+            )
             yield ModuleProfile(
-                name, type(module).__name__, len(around), num_params, forward=forward, backward=backward, **flops
+                name,
+                type(module).__name__,
+                len(around),
+                num_params,
+                forward=forward,
+                backward=backward,
+                **flops,
             )
             around.append(name)
 

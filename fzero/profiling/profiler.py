@@ -1,8 +1,11 @@
-"""`profile`: the time and FLOPs of each module in forward and backward, and the time of an update.
+"""`profile`: the time and FLOPs of each module in forward and backward, and the time of
+an update.
 
-1. One forward and backward counts floating point operations by module, with torch's formulas. It is the warm-up, too.
-2. A few more are timed without counting (`fzero.profiling.module_timer`). On CUDA the host waits at each module, so that
-   nothing overlaps: the modules' times add up to more than an undisturbed step takes, which is timed separately.
+1. One forward and backward counts floating point operations by module, with torch's
+  formulas. It is the warm-up, too.
+2. A few more are timed without counting (`fzero.profiling.module_timer`). On CUDA the
+   host waits at each module, so that nothing overlaps: the modules' times add up to
+   more than an undisturbed step takes, which is timed separately.
 3. The optimizer's update runs on flat buffers of the model's size.
 
 The model's gradients and buffers, and the random state, are as before.
@@ -35,25 +38,39 @@ from fzero.runtime.batches import LossFn, loss_of
 from sharding.views import torch_dtype
 
 OF_MANY_RANKS: dict[str, None] = dict.fromkeys(
-    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "elasticity")
+    (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "elasticity",
+    )
 )
 """Keys of the global batch, whose values may be invalid for a single process."""
 
 
 def profile(
-    model: nn.Module, batch: Any, cfg: Any = None, *, loss_fn: LossFn | None = None, num_runs: int = 3
+    model: nn.Module,
+    batch: Any,
+    cfg: Any = None,
+    *,
+    loss_fn: LossFn | None = None,
+    num_runs: int = 3,
 ) -> Profile:
-    """Parameters, operations and seconds of every module, forward and backward, and of the update.
+    """Parameters, operations and seconds of every module, forward and backward, and of
+    the update.
 
     Args:
         model: with values, on the device of the batch. It runs in its own dtypes.
         batch: one micro-batch.
-        cfg: gives the optimizer that is timed, any argument of `Config.load`; None is AdamW.
+        cfg: gives the optimizer that is timed, any argument of `Config.load`; None is
+            AdamW.
         loss_fn: see `make_train_step`.
-        num_runs: how often the model, and each of its modules, is timed; the fastest run counts.
+        num_runs: how often the model, and each of its modules, is timed; the fastest
+            run counts.
 
     Raises:
-        ValueError: the model is on `meta`, has no trainable parameter, or returns no loss.
+        ValueError: the model is on `meta`, has no trainable parameter, or returns no
+            loss.
     """
     check_model(model)
     check_loss_fn(loss_fn)
@@ -61,7 +78,11 @@ def profile(
     if not params or any(param.is_meta for param in params):
         raise ValueError(
             "profile: needs a model with values and with trainable parameters, got one "
-            + ("on 'meta'; use model.to_empty(device=...) and fill it" if params else "without; unfreeze some")
+            + (
+                "on 'meta'; use model.to_empty(device=...) and fill it"
+                if params
+                else "without; unfreeze some"
+            )
         )
     device = params[0].device
 
@@ -93,16 +114,24 @@ def profile(
 def dtype_of(plan: Plan, autocast: torch.dtype | None) -> torch.dtype:
     """The dtype of most of a model's computation."""
     largest = max(plan.flat_buffers, key=lambda buffer: buffer.padded_numel, default=None)
-    return autocast or (torch.get_default_dtype() if largest is None else torch_dtype(largest.dtypes.param))
+    return autocast or (
+        torch.get_default_dtype() if largest is None else torch_dtype(largest.dtypes.param)
+    )
 
 
 def matrix_rate(
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, num_weights: int = 1, *, width: int = 1024
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    num_weights: int = 1,
+    *,
+    width: int = 1024,
 ) -> float:
-    """Floating point operations per second that a matrix product reaches on this device; the median of a few.
+    """Floating point operations per second that a matrix product reaches on this
+    device; the median of a few.
 
-    `num_weights` matrices are multiplied in turn: of several, none is in the cache of a CPU. Where that would take long, as in
-    bf16 on a processor without instructions for it, they are smaller.
+    `num_weights` matrices are multiplied in turn: of several, none is in the cache of a
+    CPU. Where that would take long, as in bf16 on a processor without instructions for
+    it, they are smaller.
     """
     device = torch.device(device)
     width, num_weights = (width, num_weights) if device.type == "cpu" else (8 * width, 1)
@@ -111,7 +140,9 @@ def matrix_rate(
         if 8**3 * num_weights * usual(lambda x=small: torch.mm(x, x), device) < MOST_SECONDS:  # type: ignore[misc]
             break
         width //= 2
-    a, *weights = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(1 + num_weights))
+    a, *weights = (
+        torch.ones(width, width, dtype=dtype, device=device) for _ in range(1 + num_weights)
+    )
 
     def multiply() -> None:
         for weight in weights:
@@ -121,8 +152,8 @@ def matrix_rate(
 
 
 def pointwise_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
-    """Bytes per second that functions of each element read and write: GELU and layer norm, forward and backward; the median of
-    a few."""
+    """Bytes per second that functions of each element read and write: GELU and layer
+    norm, forward and backward; the median of a few."""
     device = torch.device(device)
     shape = (256, 2048) if device.type == "cpu" else (4096, 8192)
     x, out = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
@@ -131,7 +162,8 @@ def pointwise_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torc
         for function in (functional.gelu, lambda x: functional.layer_norm(x, shape[1:])):
             torch.autograd.grad(function(x), x, out)
 
-    num_tensors = 2 * (2 + 3)  # a forward reads one and writes one, a backward reads two and writes one
+    # a forward reads one and writes one, a backward reads two and writes one
+    num_tensors = 2 * (2 + 3)
     return num_tensors * x.nbytes / usual(run, device)
 
 
@@ -145,7 +177,9 @@ def small_block() -> nn.Module:
 
 
 def operator_seconds() -> float:
-    """Seconds of Python, dispatch and autograd that an operator takes on the CPU, beside its work; the median of a few."""
+    """Seconds of Python, dispatch and autograd that an operator takes on the CPU,
+    beside its work; the median of a few.
+    """
     block, x = small_block(), torch.ones(1, 2, 8)
     params = list(block.parameters())
 
@@ -159,7 +193,9 @@ def operator_seconds() -> float:
 def update_rate(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, numel: int = 1 << 22
 ) -> float:
-    """Bytes per second that an update of AdamW reads and writes, of a flat buffer beside an fp32 master where it has 16 bits."""
+    """Bytes per second that an update of AdamW reads and writes, of a flat buffer
+    beside an fp32 master where it has 16 bits.
+    """
     device = torch.device(device)
     grad, param = (torch.zeros(numel, dtype=dtype, device=device) for _ in range(2))
     is_wide = dtype == torch.float32
@@ -175,9 +211,11 @@ MOST_SECONDS = 2.0
 
 
 def usual(work: Callable[[], object], device: torch.device, *, num_calls: int = 7) -> float:
-    """The median seconds of some calls, after one warm-up call, because a plan predicts the usual step.
+    """The median seconds of some calls, after one warm-up call, because a plan predicts
+    the usual step.
 
-    After `MOST_SECONDS` no further call is made; where the warm-up call alone takes longer, it counts.
+    After `MOST_SECONDS` no further call is made; where the warm-up call alone takes
+    longer, it counts.
     """
     seconds: list[float] = []
     while len(seconds) <= num_calls and sum(seconds) < MOST_SECONDS:
@@ -189,13 +227,18 @@ def usual(work: Callable[[], object], device: torch.device, *, num_calls: int = 
 
 
 def attention_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
-    """Floating point operations per second of fused causal attention, forward and backward; the median of a few.
+    """Floating point operations per second of fused causal attention, forward and
+    backward; the median of a few.
 
-    Sixteen heads of 64 features: 128 tokens, on a GPU 4096. All scores count, masked ones too, as in a trace.
+    Sixteen heads of 64 features: 128 tokens, on a GPU 4096. All scores count, masked
+    ones too, as in a trace.
     """
     device = torch.device(device)
     length = 128 if device.type == "cpu" else 4096
-    q, k, v = (torch.randn(2, 8, length, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(2, 8, length, 64, dtype=dtype, device=device, requires_grad=True)
+        for _ in range(3)
+    )
 
     def attend() -> None:
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -247,7 +290,9 @@ def _time_update(model: nn.Module, cfg: Any, device: torch.device, num_runs: int
     updates = []
     for buffer in layout.flat_buffers:
         if buffer.trainable:
-            param = torch.zeros(buffer.padded_numel, dtype=torch_dtype(buffer.dtypes.master), device=device)
+            param = torch.zeros(
+                buffer.padded_numel, dtype=torch_dtype(buffer.dtypes.master), device=device
+            )
             transform = optimizers[buffer.group].transform(
                 contents=ShardContents(buffer.layout, ranks=(0,)), kind=buffer.rule
             )

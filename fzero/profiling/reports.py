@@ -1,4 +1,6 @@
-"""`Profile`, and its tables; the tables of wall clock, memory, waits and collectives that an engine prints."""
+"""`Profile`, and its tables; the tables of wall clock, memory, waits and collectives
+that an engine prints.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModuleProfile:
-    """One module with its submodules; seconds and operations of one forward and backward, summed over its calls.
+    """One module with its submodules; seconds and operations of one forward and
+    backward, summed over its calls.
 
     Attributes:
         name: its full name; "" is the model.
         kind: its class.
         depth: the number of called modules that contain it; 0 is the model.
         num_params: tied ones once.
-        forward_flops, backward_flops: floating point operations of matrix products, convolutions and attention.
+        forward_flops, backward_flops: floating point operations of matrix products,
+            convolutions and attention.
         forward, backward: seconds.
-        again_flops: the operations of forwards recomputed in the backward (activation checkpointing).
+        again_flops: the operations of forwards recomputed in the backward (activation
+            checkpointing).
     """
 
     name: str
@@ -49,7 +54,9 @@ class ModuleProfile:
 
     @property
     def flops(self) -> int:
-        """Operations of forward and backward without recomputation: a property of the model alone."""
+        """Operations of forward and backward without recomputation: a property of the
+        model alone.
+        """
         return self.forward_flops + self.backward_flops
 
     @property
@@ -61,7 +68,9 @@ class ModuleProfile:
 
 def fastest(counted: ModuleProfile, *runs: ModuleProfile) -> ModuleProfile:
     """The operations of one run, and the least seconds of others."""
-    return replace(counted, forward=min(r.forward for r in runs), backward=min(r.backward for r in runs))
+    return replace(
+        counted, forward=min(r.forward for r in runs), backward=min(r.backward for r in runs)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +81,10 @@ class Profile:
         modules: the called modules, parents before children; the first is the model.
         forward, backward: seconds of one undisturbed forward and backward.
         update: seconds of the optimizer's update.
-        ceiling: floating point operations per second of a matrix product on this device.
-        waited: seconds of these three in which the host waited for collectives, by purpose.
+        ceiling: floating point operations per second of a matrix product on this
+            device.
+        waited: seconds of these three in which the host waited for collectives, by
+            purpose.
     """
 
     modules: tuple[ModuleProfile, ...] = field(repr=False)
@@ -97,7 +108,9 @@ class Profile:
         return self.forward + self.backward + self.update
 
     def show(self, *, output_file: str | None = None, **how: Any) -> None:
-        """Prints the report or writes it to a file, as the block `flops_profiler` requests; `how` as for `report`."""
+        """Prints the report or writes it to a file, as the block `flops_profiler`
+        requests; `how` as for `report`.
+        """
         shown = self.report(**how)
         if output_file is None:
             print_report(shown)
@@ -107,7 +120,9 @@ class Profile:
 
     @property
     def rate(self) -> float:
-        """Operations of the model per second of the step; recomputed forwards do not count."""
+        """Operations of the model per second of the step; recomputed forwards do not
+        count.
+        """
         return self.model.flops / self.seconds
 
     @property
@@ -115,7 +130,9 @@ class Profile:
         """The fraction of the ceiling that the step reaches (model FLOP/s utilisation)."""
         return self.rate / self.ceiling
 
-    def report(self, *, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> Group:
+    def report(
+        self, *, module_depth: int = -1, top_modules: int = 1, detailed: bool = True
+    ) -> Group:
         """The report that `print` shows.
 
         Args:
@@ -129,8 +146,14 @@ class Profile:
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers as JSON types."""
-        rows = [{name: getattr(m, name) for name in (*m.__slots__, "macs", "rate")} for m in self.modules]
-        totals = {name: getattr(self, name) for name in ("forward", "backward", "update", "ceiling", "utilisation")}
+        rows = [
+            {name: getattr(m, name) for name in (*m.__slots__, "macs", "rate")}
+            for m in self.modules
+        ]
+        totals = {
+            name: getattr(self, name)
+            for name in ("forward", "backward", "update", "ceiling", "utilisation")
+        }
         return totals | {"waited": dict(self.waited), "modules": rows}
 
     def __rich__(self) -> Group:
@@ -141,7 +164,9 @@ class Profile:
 
 
 def _totals(profile: Profile) -> Table:
-    table = Table(title=f"profile of {profile.model.kind}", title_justify="left", box=None, show_header=False)
+    table = Table(
+        title=f"profile of {profile.model.kind}", title_justify="left", box=None, show_header=False
+    )
     table.add_column("")
     table.add_column("", justify="right")
     model = profile.model
@@ -150,7 +175,11 @@ def _totals(profile: Profile) -> Table:
         "MACs of the forward": short(model.macs),
         "FLOPs of the forward": short(model.forward_flops),
         "FLOPs of the backward": short(model.backward_flops),
-        **({"FLOPs of forwards that ran again": short(model.again_flops)} if model.again_flops else {}),
+        **(
+            {"FLOPs of forwards that ran again": short(model.again_flops)}
+            if model.again_flops
+            else {}
+        ),
         "forward": milliseconds(profile.forward),
         "backward": milliseconds(profile.backward),
         "update": milliseconds(profile.update),
@@ -170,7 +199,12 @@ def _largest(profile: Profile, deepest: int, count: int) -> Table:
     table = Table(title="the largest of each depth", title_justify="left", box=None)
     for name in ("depth", "by parameters", "by MACs", "by forward time", "by backward time"):
         table.add_column(name)
-    quantities = {"num_params": short, "macs": short, "forward": milliseconds, "backward": milliseconds}
+    quantities = {
+        "num_params": short,
+        "macs": short,
+        "forward": milliseconds,
+        "backward": milliseconds,
+    }
     for depth in range(1, deepest + 1):
         modules = [module for module in profile.modules if module.depth == depth]
         cells = []
@@ -178,14 +212,26 @@ def _largest(profile: Profile, deepest: int, count: int) -> Table:
             by_class: Counter[str] = Counter()
             for module in modules:
                 by_class[module.kind] += getattr(module, name)
-            cells.append(", ".join(f"{kind} {show(value)}" for kind, value in by_class.most_common(count)))
+            cells.append(
+                ", ".join(f"{kind} {show(value)}" for kind, value in by_class.most_common(count))
+            )
         if modules:
             table.add_row(str(depth), *cells)
     return table
 
 
 def _tree(profile: Profile, deepest: int) -> Table:
-    columns = ("module", "parameters", "MACs", "FLOPs fwd", "FLOPs bwd", "fwd", "bwd", "of fwd", "FLOP/s")
+    columns = (
+        "module",
+        "parameters",
+        "MACs",
+        "FLOPs fwd",
+        "FLOPs bwd",
+        "fwd",
+        "bwd",
+        "of fwd",
+        "FLOP/s",
+    )
     table = _table("module by module", *columns)
     total, around = profile.model.forward, [""]
     for module in profile.modules:
@@ -199,10 +245,15 @@ def _tree(profile: Profile, deepest: int) -> Table:
 
 def _cells(module: ModuleProfile, total: float) -> list[str]:
     return [
-        short(module.num_params), short(module.macs), short(module.forward_flops), short(module.backward_flops),
-        milliseconds(module.forward), milliseconds(module.backward),
-        f"{module.forward / total:.0%}" if total else "", short(module.rate),
-    ]  # fmt: skip
+        short(module.num_params),
+        short(module.macs),
+        short(module.forward_flops),
+        short(module.backward_flops),
+        milliseconds(module.forward),
+        milliseconds(module.backward),
+        f"{module.forward / total:.0%}" if total else "",
+        short(module.rate),
+    ]
 
 
 def short(number: float) -> str:
@@ -226,21 +277,26 @@ def milliseconds(seconds: float) -> str:
     return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
 
 
-# --- tables that an engine prints --------------------------------------------------------------------------------
+# --- tables that an engine prints -----------------------------------------------------------------
 
 
 def wall_clock_table(seconds: Mapping[str, float], *, step: int | None = None) -> Table:
-    """`wall_clock_breakdown`: the seconds of the parts of a step, and their fractions of the sum.
+    """`wall_clock_breakdown`: the seconds of the parts of a step, and their fractions
+    of the sum.
 
     >>> from fzero.common.text_tables import as_text
-    >>> print(as_text(wall_clock_table({"forward": 0.1, "backward": 0.3})))  # doctest: +NORMALIZE_WHITESPACE
+    >>> print(
+    ...     as_text(wall_clock_table({"forward": 0.1, "backward": 0.3}))
+    ... )  # doctest: +NORMALIZE_WHITESPACE
     wall clock
       part      ms    share
       forward   100   25%
       backward  300   75%
       all       400   100%
     """
-    table = _table("wall clock" if step is None else f"wall clock of step {step}", "part", "ms", "share")
+    table = _table(
+        "wall clock" if step is None else f"wall clock of step {step}", "part", "ms", "share"
+    )
     total = sum(seconds.values())
     for name, value in {**seconds, "all": total}.items():
         table.add_row(name, f"{value * 1e3:.4g}", f"{value / total:.0%}" if total else "")
@@ -257,7 +313,9 @@ def _table(title: str, words: str, *numbers: str) -> Table:
 
 
 class MemoryRow(NamedTuple):
-    """Bytes after a part of a step: of the process in host memory, of tensors on a GPU, and the GPU's peak in the part."""
+    """Bytes after a part of a step: of the process in host memory, of tensors on a GPU,
+    and the GPU's peak in the part.
+    """
 
     part: str
     host: int
@@ -269,21 +327,29 @@ def memory_table(rows: Iterable[MemoryRow], *, step: int) -> Table:
     """`memory_breakdown`: the memory of a rank after each part of a step."""
     table = _table(f"memory of step {step}, GB", "after", "on the device", "the most", "host")
     for row in rows:
-        table.add_row(row.part, *("" if n is None else f"{n / 1e9:.3f}" for n in (row.device, row.most, row.host)))
+        table.add_row(
+            row.part,
+            *("" if n is None else f"{n / 1e9:.3f}" for n in (row.device, row.most, row.host)),
+        )
     return table
 
 
 def waits_table(waited: Sequence[Mapping[str, float]]) -> Table:
-    """`comms_logger`: the milliseconds that hosts waited for collectives, by purpose; the extremes of several ranks.
+    """`comms_logger`: the milliseconds that hosts waited for collectives, by purpose;
+    the extremes of several ranks.
 
     >>> from fzero.common.text_tables import as_text
-    >>> print(as_text(waits_table([{"gather": 0.1}, {"gather": 0.3, "norm": 0.05}])))  # doctest: +NORMALIZE_WHITESPACE
+    >>> print(
+    ...     as_text(waits_table([{"gather": 0.1}, {"gather": 0.3, "norm": 0.05}]))
+    ... )  # doctest: +NORMALIZE_WHITESPACE
     waited for, ms
       what    rank 0  least  most
       gather     100    100   300
       norm         0      0    50
     """
-    table = _table("waited for, ms", "what", *(("rank 0", "least", "most") if len(waited) > 1 else ("",)))
+    table = _table(
+        "waited for, ms", "what", *(("rank 0", "least", "most") if len(waited) > 1 else ("",))
+    )
     for name in dict.fromkeys(name for of_rank in waited for name in of_rank):
         times = [1e3 * of_rank.get(name, 0.0) for of_rank in waited]
         shown = (times[0], min(times), max(times)) if len(times) > 1 else (times[0],)
@@ -292,13 +358,16 @@ def waits_table(waited: Sequence[Mapping[str, float]]) -> Table:
 
 
 def comms_table(
-    sent: Iterable[CommRecord | CommRow] | Mapping[tuple[str, str, int], int], *, only: Iterable[str] = ()
+    sent: Iterable[CommRecord | CommRow] | Mapping[tuple[str, str, int], int],
+    *,
+    only: Iterable[str] = (),
 ) -> Table:
     """`comms_logger`: the bytes that a rank sent, by collective, axis and message size.
 
     Args:
-        sent: the rows of `fzero.profiling.trace_comm`, or the records that the `observe` of an axis received; or the number
-            of calls by (collective, axis, bytes).
+        sent: the rows of `fzero.profiling.trace_comm`, or the records that the
+            `observe` of an axis received; or the number of calls by (collective, axis,
+            bytes).
         only: the collectives that are shown (`prof_ops`); none shows all.
     """
     wanted = set(only)

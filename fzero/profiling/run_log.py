@@ -5,14 +5,16 @@
             state, metrics = step(state, batch)
             log(metrics)
 
-`log.batches` measures how long the loop waits for data, and counts the tokens of a batch. `log(metrics)` ends a step: every rank
-appends a JSON line, and rank 0 also writes to the other targets and shows a live line. No call communicates.
-Without `log.batches` no tokens, no waiting and no operations are written. All that the loop does between two steps counts
-in `seconds`.
+`log.batches` measures how long the loop waits for data, and counts the tokens of a
+batch. `log(metrics)` ends a step: every rank appends a JSON line, and rank 0 also
+writes to the other targets and shows a live line. No call communicates. Without
+`log.batches` no tokens, no waiting and no operations are written. All that the loop
+does between two steps counts in `seconds`.
 
-The model's operations are those of a forward and a backward on the first batch, counted once on tensors without memory, times the
-batches that were taken; recomputed forwards do not count. MFU (model FLOP/s utilisation) is their rate over the rate that a
-matrix product reaches here.
+The model's operations are those of a forward and a backward on the first batch, counted
+once on tensors without memory, times the batches that were taken; recomputed forwards
+do not count. MFU (model FLOP/s utilisation) is their rate over the rate that a matrix
+product reaches here.
 """
 
 from __future__ import annotations
@@ -46,8 +48,15 @@ from fzero.storage.host_memory import process_memory
 
 Batch = TypeVar("Batch")
 
-PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": None, "trackio": None, "mlflow": None}
-"""The targets that need a package of their name, and the module to import, if not the package itself."""
+PACKAGES = {
+    "tensorboard": "torch.utils.tensorboard",
+    "wandb": None,
+    "trackio": None,
+    "mlflow": None,
+}
+"""The targets that need a package of their name, and the module to import, if not the
+package itself.
+"""
 
 TARGETS = ("jsonl", "csv", *PACKAGES)
 
@@ -68,50 +77,72 @@ def log(
     peak: float | None = None,
     live: bool = True,
 ) -> RunLog:
-    """The log of a training loop; a context manager. *Every* rank makes one; nothing is sent.
+    """The log of a training loop; a context manager. *Every* rank makes one; nothing is
+    sent.
 
-    Files and runs begin where the block begins, and end with it. A run of wandb or MLflow that the script began is used, and
-    stays open.
+    Files and runs begin where the block begins, and end with it. A run of wandb or
+    MLflow that the script began is used, and stays open.
 
     Args:
         step: the step of the loop.
-        to: any of `"jsonl"` (`folder/rank0.jsonl`, one file per rank), `"csv"`, `"tensorboard"` (both in `folder`), `"wandb"`,
-            `"trackio"`, `"mlflow"`. The last four need packages of these names. Only `"jsonl"` is written by every rank.
-        folder: where files go; they are appended to. One log at a time may write JSON lines there.
+        to: any of `"jsonl"` (`folder/rank0.jsonl`, one file per rank), `"csv"`,
+            `"tensorboard"` (both in `folder`), `"wandb"`, `"trackio"`, `"mlflow"`. The
+            last four need packages of these names. Only `"jsonl"` is written by every
+            rank.
+        folder: where files go; they are appended to. One log at a time may write JSON
+            lines there.
         project: the project of wandb and trackio, the experiment of MLflow.
-        every: write every so many steps; times are means over these. Reading metrics waits for the device.
-        start: the number of steps before this loop: `int(state.step)` after a checkpoint was loaded.
-        tokens: counts the tokens of this rank's batch; None takes the elements of its first integer tensor.
-        flops: the model's operations of one step on this rank; None counts those of the first batch.
-        peak: the operations per second of this rank's device, such as its data sheet's, that MFU is a fraction of; None measures
-            a matrix product in the model's dtype.
-        live: whether rank 0 shows the last values on stderr: on a terminal as one line that changes, else every ten seconds.
+        every: write every so many steps; times are means over these. Reading metrics
+            waits for the device.
+        start: the number of steps before this loop: `int(state.step)` after a
+            checkpoint was loaded.
+        tokens: counts the tokens of this rank's batch; None takes the elements of its
+            first integer tensor.
+        flops: the model's operations of one step on this rank; None counts those of the
+            first batch.
+        peak: the operations per second of this rank's device, such as its data sheet's,
+            that MFU is a fraction of; None measures a matrix product in the model's
+            dtype.
+        live: whether rank 0 shows the last values on stderr: on a terminal as one line
+            that changes, else every ten seconds.
 
     Raises:
         ValueError: an argument is wrong.
-        MissingPackageError: a target's package cannot be imported; on every rank, before anything is written.
+        MissingPackageError: a target's package cannot be imported; on every rank,
+            before anything is written.
         OSError: at the begin of the block, the folder cannot be written.
     """
     if not isinstance(step, TrainStep):
         raise ValueError(
-            f"log: step must be a step of make_train_step, got {type(step).__name__}; pass that step, or engine.train_step"
+            f"log: step must be a step of make_train_step, got {type(step).__name__}; pass that "
+            f"step, or engine.train_step"
         )
     is_list = isinstance(to, Iterable) and not isinstance(to, str)
     unknown = [name for name in to if name not in TARGETS] if is_list else [to]
     if unknown:
-        raise ValueError(f"log: to must be a list of {', '.join(TARGETS)}, got {unknown[0]!r}; pass names of this list")
+        raise ValueError(
+            f"log: to must be a list of {', '.join(TARGETS)}, got {unknown[0]!r}; pass names of "
+            f"this list"
+        )
     check_path("folder", folder)
     check_kind("project", project, str, "a name", "pass a string")
     check_whole("every", every, 1)
     check_whole("start", start, 0)
     check_kind("live", live, bool, "True or False", "pass one of these")
-    check_callable("tokens", tokens, "a function of a batch that returns its number of tokens", optional=True)
+    check_callable(
+        "tokens", tokens, "a function of a batch that returns its number of tokens", optional=True
+    )
     for name, number in (("flops", flops), ("peak", peak)):
         if number is not None and not (isinstance(number, int | float) and 0 < number < math.inf):
-            raise ValueError(f"log: {name} must be a positive number or None, got {number!r}; pass None to measure it")
+            raise ValueError(
+                f"log: {name} must be a positive number or None, got {number!r}; pass None to "
+                f"measure it"
+            )
     for name in to:
         if name in PACKAGES:
-            package(name, needed_by=f"log: to={name!r}", module=PACKAGES[name], instead='use "jsonl"')
+            package(
+                name, needed_by=f"log: to={name!r}", module=PACKAGES[name], instead='use "jsonl"'
+            )
     rates = _Rates(step, tokens, flops, peak)
     makers = _makers(step.rank, to, Path(folder), project)
     return RunLog(rates, makers, every, start, live and step.rank == 0)
@@ -131,14 +162,20 @@ def _makers(rank: int, to: Sequence[str], folder: Path, project: str) -> list[Ca
 
 
 class RunLog:
-    """`log(metrics)` ends a step of the loop, inside a `with` block; made by `fzero.log`.
+    """`log(metrics)` ends a step of the loop, inside a `with` block; made by
+    `fzero.log`.
 
     Attributes:
         last: the values that were written last.
     """
 
     def __init__(
-        self, rates: _Rates, makers: Sequence[Callable[[], Writer]], every: int, start: int, shows: bool
+        self,
+        rates: _Rates,
+        makers: Sequence[Callable[[], Writer]],
+        every: int,
+        start: int,
+        shows: bool,
     ) -> None:
         self._rates, self._makers, self._every, self._num_steps = rates, makers, every, start
         self._writers: list[Writer] | None = None  # None: outside of the block
@@ -149,7 +186,10 @@ class RunLog:
 
     def __enter__(self) -> Self:
         if self._writers is not None:
-            raise ValueError("log: a log must be entered once at a time, got a block inside its own; make another one")
+            raise ValueError(
+                "log: a log must be entered once at a time, got a block inside its own; make "
+                "another one"
+            )
         with ExitStack() as stack:
             made: list[Writer] = []
             for make in self._makers:
@@ -157,7 +197,10 @@ class RunLog:
                     made.append(make())
                 except OSError as error:
                     if error.filename is not None:
-                        error.add_note("log: folder must be one that this process may write; pass another folder=")
+                        error.add_note(
+                            "log: folder must be one that this process may write; pass another "
+                            "folder="
+                        )
                     raise
                 stack.callback(made[-1].close)
             if self._line is not None:
@@ -196,13 +239,21 @@ class RunLog:
         """
         if self._writers is None:
             raise ValueError(
-                "log: must be called inside its block, got a call outside; write `with fzero.log(step) as log:` around the loop"
+                "log: must be called inside its block, got a call outside; write `with "
+                "fzero.log(step) as log:` around the loop"
             )
-        check_kind("metrics", metrics, Metrics, "what a step returned", "call log(metrics), or log(engine.metrics)")
+        check_kind(
+            "metrics",
+            metrics,
+            Metrics,
+            "what a step returned",
+            "call log(metrics), or log(engine.metrics)",
+        )
         self._num_steps += 1
         if self._num_steps % self._every:
             return
-        loss = metrics.loss.item()  # waits for the device, so that the seconds are those of whole steps
+        # waits for the device, so that the seconds are those of whole steps
+        loss = metrics.loss.item()
         now, since = time.perf_counter(), self._since
         num_steps = self._num_steps - since.step
         values = {
@@ -212,7 +263,9 @@ class RunLog:
         }  # fmt: skip
         if since.data is not None:
             values["data_seconds"] = since.data / num_steps
-        values |= self._rates.of(since.tokens / num_steps, since.batches / num_steps, values["seconds"])
+        values |= self._rates.of(
+            since.tokens / num_steps, since.batches / num_steps, values["seconds"]
+        )
         self.last = values | _numbers(more, values)
         for writer in self._writers:
             writer.write(self.last, self._num_steps)
@@ -226,11 +279,16 @@ def _numbers(more: Mapping[str, float], values: Mapping[str, float]) -> dict[str
     numbers: dict[str, float] = {}
     for name, value in more.items():
         if name == "step" or name in values:
-            raise ValueError(f"log: {name} must not be given, because the log writes its own {name}; use another name")
+            raise ValueError(
+                f"log: {name} must not be given, because the log writes its own {name}; use "
+                f"another name"
+            )
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise ValueError(f"log: {name} must be a number, got {shown(value)}; pass one, such as x.item()") from None
+            raise ValueError(
+                f"log: {name} must be a number, got {shown(value)}; pass one, such as x.item()"
+            ) from None
     return numbers
 
 
@@ -249,7 +307,11 @@ class _Rates:
     """Rates and memory of a step, from its tokens and seconds."""
 
     def __init__(
-        self, step: TrainStep, tokens: Callable[[Any], int] | None, flops: float | None, peak: float | None
+        self,
+        step: TrainStep,
+        tokens: Callable[[Any], int] | None,
+        flops: float | None,
+        peak: float | None,
     ) -> None:
         self._step, self.tokens_of = step, tokens or tokens_of
         self._flops_of_step = flops
@@ -259,7 +321,9 @@ class _Rates:
             self._measure_peak()
 
     def see(self, batch: Any) -> float:
-        """Counts the operations of the first batch; the seconds that this and the measurement of the peak took."""
+        """Counts the operations of the first batch; the seconds that this and the
+        measurement of the peak took.
+        """
         if not self._counts:
             return 0.0
         began = time.perf_counter()
@@ -278,25 +342,35 @@ class _Rates:
         try:
             if spec.is_part:
                 raise ValueError("a rank of a pipeline runs a part of the model")
-            how: dict[str, Any] = {"loss_fn": spec.loss_fn, "checkpoint": False, "changes": spec.changes}
+            how: dict[str, Any] = {
+                "loss_fn": spec.loss_fn,
+                "checkpoint": False,
+                "changes": spec.changes,
+            }
             return trace_activations(spec.model, spec.cfg, batch, **how).flops
-        except Exception as error:  # the model cannot run without values, so its operations stay uncounted
+        except Exception as error:
+            # the model cannot run without values, so its operations stay uncounted
             if self._step.rank == 0:
                 warnings.warn(
-                    f"log: the operations of a step cannot be counted ({error}), so TFLOP/s and MFU are not written; pass flops=",
+                    f"log: the operations of a step cannot be counted ({error}), so TFLOP/s and "
+                    f"MFU are not written; pass flops=",
                     stacklevel=4,
                 )
             return None
 
     def of(self, tokens: float, num_batches: float, seconds: float) -> dict[str, float]:
-        """Tokens per second of all ranks, operations per second of this one, MFU, and memory in bytes.
+        """Tokens per second of all ranks, operations per second of this one, MFU, and
+        memory in bytes.
 
         Args:
             tokens, num_batches, seconds: means per step.
         """
         found: dict[str, float] = {}
         if tokens:
-            found |= {"tokens": tokens, "tokens_per_second": tokens * self._step.data_world_size / seconds}
+            found |= {
+                "tokens": tokens,
+                "tokens_per_second": tokens * self._step.data_world_size / seconds,
+            }
         flops = self._flops_of_step
         if self._flops_of_batch is not None:
             flops = self._flops_of_batch * num_batches
@@ -339,7 +413,17 @@ class _Line:
 def line_of(step: int, values: Mapping[str, float]) -> str:
     """The live line.
 
-    >>> line_of(7, {"loss": 2.5, "lr": 1e-3, "tokens_per_second": 81234.0, "mfu": 0.4, "seconds": 0.2, "data_seconds": 0.05})
+    >>> line_of(
+    ...     7,
+    ...     {
+    ...         "loss": 2.5,
+    ...         "lr": 1e-3,
+    ...         "tokens_per_second": 81234.0,
+    ...         "mfu": 0.4,
+    ...         "seconds": 0.2,
+    ...         "data_seconds": 0.05,
+    ...     },
+    ... )
     'step 7: loss 2.5000, lr 0.001, 81.2 K tokens/s, MFU 40%, 0.2 s, data 25%'
     """
     shows: dict[str, Callable[[float], str]] = {
@@ -354,4 +438,6 @@ def line_of(step: int, values: Mapping[str, float]) -> str:
         "seconds": lambda x: f"{x:.3g} s",
         "data_seconds": lambda x: f"data {x / values['seconds']:.0%}",
     }
-    return f"step {step}: " + ", ".join(show(values[name]) for name, show in shows.items() if name in values)
+    return f"step {step}: " + ", ".join(
+        show(values[name]) for name, show in shows.items() if name in values
+    )

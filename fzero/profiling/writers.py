@@ -1,8 +1,10 @@
-"""`Writer`: writes named numbers to JSON lines, CSV files, TensorBoard, Weights & Biases, Comet, trackio and MLflow.
+"""`Writer`: writes named numbers to JSON lines, CSV files, TensorBoard, Weights &
+Biases, Comet, trackio and MLflow.
 
-`fzero.log` and the monitors of an engine use them. A writer takes values by name, and the number of steps (for an engine:
-of samples) so far. Optional packages are imported when a writer is made. `fzero.log` closes its writers, which ends the runs that
-they began; a run that the script had begun itself is written to, and stays open.
+`fzero.log` and the monitors of an engine use them. A writer takes values by name, and
+the number of steps (for an engine: of samples) so far. Optional packages are imported
+when a writer is made. `fzero.log` closes its writers, which ends the runs that they
+began; a run that the script had begun itself is written to, and stays open.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ class Writer:
 
 
 def json_lines(path: Path) -> Writer:
-    """One JSON object per call, appended to a file: its line is complete before the call returns.
+    """One JSON object per call, appended to a file: its line is complete before the
+    call returns.
 
-    JSON has no NaN and no infinity: such a value is written as a string, `"nan"`, `"inf"` or `"-inf"`. The file is
-    locked until the writer is closed, because the lines of two logs could not be told apart.
+    JSON has no NaN and no infinity: such a value is written as a string, `"nan"`,
+    `"inf"` or `"-inf"`. The file is locked until the writer is closed, because the
+    lines of two logs could not be told apart.
 
     Raises:
         ValueError: another log writes to the file.
@@ -51,13 +55,16 @@ def json_lines(path: Path) -> Writer:
     except BlockingIOError:
         file.close()
         raise ValueError(
-            f"log: folder must be written by one log at a time, and another one writes {path}; pass another folder"
+            f"log: folder must be written by one log at a time, and another one writes {path}; "
+            f"pass another folder"
         ) from None
     except OSError:  # a file system without locks
         pass
 
     def write(values: Mapping[str, float], step: int) -> None:
-        finite = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+        finite = {
+            name: value if math.isfinite(value) else str(value) for name, value in values.items()
+        }
         file.write(json.dumps({"step": step} | finite) + "\n")
         file.flush()
 
@@ -83,7 +90,9 @@ def csv_files(folder: Path) -> Writer:
 
 def tensorboard(folder: Path, *, needed_by: str) -> Writer:
     """torch's own writer, which needs the package `tensorboard`."""
-    writer = package("tensorboard", needed_by=needed_by, module="torch.utils.tensorboard").SummaryWriter(str(folder))
+    writer = package(
+        "tensorboard", needed_by=needed_by, module="torch.utils.tensorboard"
+    ).SummaryWriter(str(folder))
 
     def write(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -150,5 +159,6 @@ def mlflow(*, needed_by: str, project: str) -> Writer:
         module.set_experiment(project)
         module.start_run()
     return Writer(
-        lambda values, step: module.log_metrics(dict(values), step=step), module.end_run if is_ours else _nothing
+        lambda values, step: module.log_metrics(dict(values), step=step),
+        module.end_run if is_ours else _nothing,
     )

@@ -1,4 +1,5 @@
-"""Moves states between steps of different stage, world size, layout or placement; reads and writes single full parameters.
+"""Moves states between steps of different stage, world size, layout or placement; reads
+and writes single full parameters.
 
 May import: step, simulation and below. Begin with `fzero.resharding.reshard`.
 """
@@ -8,7 +9,11 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
-    from fzero.resharding.plan import JobRank as JobRank, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
+    from fzero.resharding.plan import (
+        JobRank as JobRank,
+        ReshardPlan as ReshardPlan,
+        plan_reshard as plan_reshard,
+    )
     from fzero.resharding.reshard import reshard_all as reshard_all, staged_plan as staged_plan
 else:
     __getattr__, __dir__, __all__ = door(

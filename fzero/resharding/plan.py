@@ -1,16 +1,21 @@
-"""`plan_reshard`: the elements to move between ranks when the stage, the number of ranks, the mesh or the layout changes.
+"""`plan_reshard`: the elements to move between ranks when the stage, the number of
+ranks, the mesh or the layout changes.
 
-1. A state holds flat tensors: parameters, master and optimizer state, each with the layout of its flat buffer.
-2. Every flat tensor is divided into W *fine shards*, the smallest that a mesh can have: each rank has its own, and may hold
-   others, too. Ranks are in the order of the fine shards (`Plan.ranks`), so that those that a rank holds are adjacent: its
-   own, those of all ranks, or those of the ranks with the same shard.
-3. A new tensor is filled from the old ones that hold the same quantity of the same parameters: a *flow*. Its moves are
-   those of `sharding.plan_transfer` between fine shards. They are computed on demand, each process its own.
-4. A process copies elements that it holds. Each element that it lacks is sent once, by the rank whose own fine shard has it: so
-   the sending is spread evenly over all ranks that hold the same.
+1. A state holds flat tensors: parameters, master and optimizer state, each with the
+  layout of its flat buffer.
+2. Every flat tensor is divided into W *fine shards*, the smallest that a mesh can have:
+   each rank has its own, and may hold others, too. Ranks are in the order of the fine
+   shards (`Plan.ranks`), so that those that a rank holds are adjacent: its own, those
+   of all ranks, or those of the ranks with the same shard.
+3. A new tensor is filled from the old ones that hold the same quantity of the same
+   parameters: a *flow*. Its moves are those of `sharding.plan_transfer` between fine
+   shards. They are computed on demand, each process its own.
+4. A process copies elements that it holds. Each element that it lacks is sent once, by
+   the rank whose own fine shard has it: so the sending is spread evenly over all ranks
+   that hold the same.
 
-The plan is a value and holds integers and names only; `fzero.reshard` runs it. Shape letters: P padded = W·S, S elements
-of a fine shard, W ranks.
+The plan is a value and holds integers and names only; `fzero.reshard` runs it. Shape
+letters: P padded = W·S, S elements of a fine shard, W ranks.
 """
 
 from __future__ import annotations
@@ -55,11 +60,14 @@ class JobRank:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The moves from one flat tensor of the old state, `source`, to one of the new, `target`.
+    """The moves from one flat tensor of the old state, `source`, to one of the new,
+    `target`.
 
     Attributes:
-        master: of new parameters whose master has smaller shards; a rank casts the parameters of its master shard itself.
-        stages: the stages of the old pipeline, which holds the source, and of the new one; 0 without pipelines.
+        master: of new parameters whose master has smaller shards; a rank casts the
+            parameters of its master shard itself.
+        stages: the stages of the old pipeline, which holds the source, and of the new
+            one; 0 without pipelines.
     """
 
     source: FlatTensor
@@ -74,7 +82,9 @@ class Flow:
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """All that its moves depend on. Where both tensors have one order, that is no name: equal blocks have equal ones."""
+        """All that its moves depend on. Where both tensors have one order, that is no
+        name: equal blocks have equal ones.
+        """
         old, new = self.source.layout, self.target.layout
         layouts = (old.partition, new.partition) if in_one_order(old, new) else (old, new)
         made = None if self.master is None else self.master.num_shards
@@ -85,15 +95,21 @@ class Flow:
         return self.master is None or holder not in self.master.holders(fine_shard)
 
     def taken(self, holder: int) -> Iterator[range]:
-        """The fine shards that a new rank gets from the old ones, adjacent ones as one range."""
+        """The fine shards that a new rank gets from the old ones, adjacent ones as one
+        range.
+        """
         held = self.target.holders(holder)
         made = range(held.stop, held.stop) if self.master is None else self.master.holders(holder)
-        yield from (taken for taken in (range(held.start, made.start), range(made.stop, held.stop)) if taken)
+        yield from (
+            taken for taken in (range(held.start, made.start), range(made.stop, held.stop)) if taken
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardRound:
-    """The flows that run together: those of one unit, or those of the module buffers and random states."""
+    """The flows that run together: those of one unit, or those of the module buffers
+    and random states.
+    """
 
     name: str
     flows: tuple[Flow, ...]
@@ -101,14 +117,17 @@ class ReshardRound:
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """The moves from a state of one step to a state of another. `print(plan)` shows the bytes that each process sends.
+    """The moves from a state of one step to a state of another. `print(plan)` shows the
+    bytes that each process sends.
 
     Attributes:
         title: the old and the new job.
         places: the ranks of every process.
         numbers: each 0-d tensor of the new optimizer state, with its sources.
-        anew: the parameters whose optimizer state begins anew: frozen in the old step, and trained in the new one.
-        senders, receivers: by pipeline stage, the process of each old fine shard and of each new one.
+        anew: the parameters whose optimizer state begins anew: frozen in the old step,
+            and trained in the new one.
+        senders, receivers: by pipeline stage, the process of each old fine shard and of
+            each new one.
     """
 
     title: str
@@ -123,15 +142,22 @@ class ReshardPlan:
     _lacking: dict[tuple[tuple[int, int], range, range], tuple[int, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """A cache: the new ranks of one range whose processes have no old rank in another range."""
+    """A cache: the new ranks of one range whose processes have no old rank in another
+    range.
+    """
     _latest: dict[tuple[Any, ...], tuple[Move, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """A cache of the moves of processes, by geometry: the tensors of a flat buffer, and of equal blocks, have the same."""
+    """A cache of the moves of processes, by geometry: the tensors of a flat buffer, and
+    of equal blocks, have the same.
+    """
 
     def __post_init__(self) -> None:
         for stages, attribute in ((self.senders, "_sends"), (self.receivers, "_receives")):
-            found = tuple({process: fine_shard for fine_shard, process in enumerate(stage)} for stage in stages)
+            found = tuple(
+                {process: fine_shard for fine_shard, process in enumerate(stage)}
+                for stage in stages
+            )
             object.__setattr__(self, attribute, found)
 
     def _fine_shards(self, flow: Flow, process: int) -> tuple[int | None, int | None]:
@@ -140,10 +166,12 @@ class ReshardPlan:
         return self._sends[old].get(process), self._receives[new].get(process)
 
     def moves(self, flow: Flow, process: int | None = None) -> Iterator[Move]:
-        """The moves of a flow between all processes, or those of one. Starts and stops count elements of the tensors they hold.
+        """The moves of a flow between all processes, or those of one. Starts and stops
+        count elements of the tensors they hold.
 
-        Moves from a process to itself are copies and come first. Any two processes see their moves in the same order. For one
-        process moves take time in proportion to its own copies and messages.
+        Moves from a process to itself are copies and come first. Any two processes see
+        their moves in the same order. For one process moves take time in proportion to
+        its own copies and messages.
         """
         if process is None:
             copies = chain.from_iterable(self._copies(flow, own) for own in range(len(self.places)))
@@ -152,7 +180,9 @@ class ReshardPlan:
         if alike not in self._latest:
             if len(self._latest) == MOST_GEOMETRIES:
                 self._latest.clear()
-            self._latest[alike] = tuple(merged(chain(self._copies(flow, process), self._sent_by_or_to(flow, process))))
+            self._latest[alike] = tuple(
+                merged(chain(self._copies(flow, process), self._sent_by_or_to(flow, process)))
+            )
         return iter(self._latest[alike])
 
     def _copies(self, flow: Flow, process: int) -> Iterator[Move]:
@@ -164,31 +194,46 @@ class ReshardPlan:
         for fine_shards in flow.taken(received):
             place = flow.target.start(fine_shards.start)
             for move in moves_between(flow.source.layout, flow.target.layout, held, fine_shards):
-                yield Move(process, move.source_start, move.source_stop, process, place + move.target_start)
+                yield Move(
+                    process, move.source_start, move.source_stop, process, place + move.target_start
+                )
 
     def _sent(self, flow: Flow) -> Iterator[Move]:
-        """The moves between processes, sorted by new fine shards and then by receiving ranks."""
+        """The moves between processes, sorted by new fine shards and then by receiving
+        ranks.
+        """
         old, new = flow.source.layout, flow.target.layout
         for move in moves_to(old, new, range(new.world_size)):
             yield from (self._sending(flow, move, target) for target in self._reached(flow, move))
 
     def _sent_by_or_to(self, flow: Flow, process: int) -> Iterator[Move]:
-        """The same for one process, which sends from its own fine shard, and receives the elements that it lacks."""
+        """The same for one process, which sends from its own fine shard, and receives
+        the elements that it lacks.
+        """
         old, new = flow.source.layout, flow.target.layout
         sent, received = self._fine_shards(flow, process)
         found: list[tuple[Move, int]] = []
         if sent is not None:
-            found += [(m, target) for m in moves_from(old, new, sent) for target in self._reached(flow, m)]
+            found += [
+                (m, target) for m in moves_from(old, new, sent) for target in self._reached(flow, m)
+            ]
         if received is not None:
             held = range(0) if sent is None else flow.source.holders(sent)
             for fine_shards in flow.taken(received):
-                found += [(move, received) for move in moves_to(old, new, fine_shards, without=held)]
+                found += [
+                    (move, received) for move in moves_to(old, new, fine_shards, without=held)
+                ]
         found.sort(key=lambda pair: (pair[0].target_rank, pair[0].target_start, pair[1]))
         return (self._sending(flow, move, target) for move, target in found)
 
     def _reached(self, flow: Flow, move: Move) -> Iterator[int]:
-        """The new ranks that receive a move between two fine shards, because their processes lack its elements."""
-        sources, targets = flow.source.holders(move.source_rank), flow.target.holders(move.target_rank)
+        """The new ranks that receive a move between two fine shards, because their
+        processes lack its elements.
+        """
+        sources, targets = (
+            flow.source.holders(move.source_rank),
+            flow.target.holders(move.target_rank),
+        )
         old, new = flow.stages
         key = flow.stages, sources, targets
         if key not in self._lacking:
@@ -225,8 +270,11 @@ class ReshardPlan:
 
     def __str__(self) -> str:
         rows = [
-            f"{process:>7}  {_word(place.old):>8}  {_word(place.new):>8}" + "".join(f"  {n:>15,}" for n in nbytes)
-            for process, (place, nbytes) in enumerate(zip(self.places, self._traffic(), strict=True))
+            f"{process:>7}  {_word(place.old):>8}  {_word(place.new):>8}"
+            + "".join(f"  {n:>15,}" for n in nbytes)
+            for process, (place, nbytes) in enumerate(
+                zip(self.places, self._traffic(), strict=True)
+            )
         ]
         head = f"process  old rank  new rank  {'bytes sent':>15}  {'received':>15}  {'copied':>15}"
         return "\n".join([self.title, head, *rows])
@@ -240,25 +288,34 @@ def plan_reshard(
     places: Sequence[JobRank] | None = None,
     rng: Mapping[str, TensorSpec] | None = None,
 ) -> ReshardPlan:
-    """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no tensor.
+    """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no
+    tensor.
 
-    Stage, mesh, world size, units, order, parameter groups, comm hooks, dtypes and frozen parameters may differ, but no master
-    or optimizer state may become narrower. A master comes from the old master, or from the old parameters if there is none.
-    A parameter that is frozen in one of the two steps keeps its values only; its optimizer state is new, or is dropped.
-    The number of pipeline stages may differ too. The lowest stage that holds a tied layer sends it.
+    Stage, mesh, world size, units, order, parameter groups, comm hooks, dtypes and
+    frozen parameters may differ, but no master or optimizer state may become narrower.
+    A master comes from the old master, or from the old parameters if there is none. A
+    parameter that is frozen in one of the two steps keeps its values only; its
+    optimizer state is new, or is dropped. The number of pipeline stages may differ too.
+    The lowest stage that holds a tied layer sends it.
 
     Args:
-        old, new: plans of one model, from `step.plan` or `fzero.plan`; of a pipeline from `staged_plan(step)`.
-        places: the ranks of each process; None: rank r of both jobs is the same process.
-        rng: the specs of each rank's random state, `step.specs.rng`; a new rank gets that of the same old rank.
+        old, new: plans of one model, from `step.plan` or `fzero.plan`; of a pipeline
+            from `staged_plan(step)`.
+        places: the ranks of each process; None: rank r of both jobs is the same
+            process.
+        rng: the specs of each rank's random state, `step.specs.rng`; a new rank gets
+            that of the same old rank.
 
     Raises:
-        ValueError: the models differ in a name or a shape; the optimizers keep different tensors; a tensor would become
-            narrower; or a rank of either job has no process, or several.
+        ValueError: the models differ in a name or a shape; the optimizers keep
+            different tensors; a tensor would become narrower; or a rank of either job
+            has no process, or several.
 
     >>> from fzero.plans.plan_spec import plan
     >>> model = torch.nn.Linear(8, 8)
-    >>> plans = [plan(model, {"zero_optimization": {"stage": stage}}, world_size=2) for stage in (0, 1)]
+    >>> plans = [
+    ...     plan(model, {"zero_optimization": {"stage": stage}}, world_size=2) for stage in (0, 1)
+    ... ]
     >>> plan_reshard(*plans).sent_nbytes  # every rank has all that it needs
     (0, 0)
     >>> print(plan_reshard(*reversed(plans)))
@@ -270,8 +327,8 @@ def plan_reshard(
     for which, given in (("old", old), ("new", new)):
         if not isinstance(given, Plan | StagedPlan):
             raise ValueError(
-                f"plan_reshard: {which} must be a plan, got {type(given).__name__}; pass {which}.plan of a step, or the result "
-                f"of fzero.plan"
+                f"plan_reshard: {which} must be a plan, got {type(given).__name__}; pass "
+                f"{which}.plan of a step, or the result of fzero.plan"
             )
     before, after = StagedPlan.of(old), StagedPlan.of(new)
     _check_same("parameter", _shapes_of(before), _shapes_of(after))
@@ -289,7 +346,9 @@ def plan_reshard(
     for stage, plan in enumerate(after.stages):
         for unit in plan.units:
             flows = [
-                flow for b in unit.buffers for flow in _flows_of(BufferTensors(plan, b), homes, stage, counted, began)
+                flow
+                for b in unit.buffers
+                for flow in _flows_of(BufferTensors(plan, b), homes, stage, counted, began)
             ]
             rounds.append(ReshardRound(unit.name, tuple(flows)))
         rest = list(_own_flows(before, plan, stage, rng or {}))
@@ -297,15 +356,24 @@ def plan_reshard(
     senders = {place.old: process for process, place in enumerate(places)}
     receivers = {place.new: process for process, place in enumerate(places)}
     return ReshardPlan(
-        f"ZeRO stage {before.stages[0].stage} on {describe(before.mesh)} -> stage {after.stages[0].stage} on "
-        f"{describe(after.mesh)}",
-        tuple(places), tuple(rounds), counted, frozenset(began),
-        tuple(tuple(senders[rank] for rank in before.ranks(stage)) for stage in range(len(before.stages))),
-        tuple(tuple(receivers[rank] for rank in after.ranks(stage)) for stage in range(len(after.stages))),
-    )  # fmt: skip
+        f"ZeRO stage {before.stages[0].stage} on {describe(before.mesh)} -> stage "
+        f"{after.stages[0].stage} on {describe(after.mesh)}",
+        tuple(places),
+        tuple(rounds),
+        counted,
+        frozenset(began),
+        tuple(
+            tuple(senders[rank] for rank in before.ranks(stage))
+            for stage in range(len(before.stages))
+        ),
+        tuple(
+            tuple(receivers[rank] for rank in after.ranks(stage))
+            for stage in range(len(after.stages))
+        ),
+    )
 
 
-# --- flows -------------------------------------------------------------------------------------------------------
+# --- flows ----------------------------------------------------------------------------------------
 
 
 _Homes = dict[str, tuple[int, BufferTensors]]
@@ -317,14 +385,17 @@ def _homes(old: StagedPlan) -> _Homes:
     for stage, plan in enumerate(old.stages):
         for tensors in of_plan(plan):
             for name in tensors.buffer.layout.names:
-                found.setdefault(name, (stage, tensors))  # copies of tied layers are equal: the lowest stage sends them
+                # copies of tied layers are equal: the lowest stage sends them
+                found.setdefault(name, (stage, tensors))
     return found
 
 
 def _flows_of(
     target: BufferTensors, homes: _Homes, stage: int, counted: dict[str, Sources], began: set[str]
 ) -> Iterator[Flow]:
-    """The flows to a new flat buffer. Enters its 0-d numbers in `counted`, and parameters with new optimizer state in `began`."""
+    """The flows to a new flat buffer. Enters its 0-d numbers in `counted`, and
+    parameters with new optimizer state in `began`.
+    """
     names_of: dict[tuple[int, str], list[str]] = {}
     for name in target.buffer.layout.names:
         home, source = homes[name]
@@ -344,9 +415,14 @@ def _flows_of(
         counted[name] = Sources(tuple(source.numbers[path] for source in known), tuple(anew))
 
 
-def _own_flows(old: StagedPlan, plan: Plan, stage: int, rng: Mapping[str, TensorSpec]) -> Iterator[Flow]:
-    """The flows to the module buffers, random states and states of comm hooks of a new stage."""
-    # Ranks with one place in "data" have one random state on all stages. The old stage of the same number may be this process.
+def _own_flows(
+    old: StagedPlan, plan: Plan, stage: int, rng: Mapping[str, TensorSpec]
+) -> Iterator[Flow]:
+    """The flows to the module buffers, random states and states of comm hooks of a new
+    stage.
+    """
+    # Ranks with one place in "data" have one random state on all stages. The old stage of the same
+    # number may be this process.
     found = dict[str, Flow]()
     for home in sorted(range(len(old.stages)), key=lambda home: home != stage):
         source = old.stages[home]
@@ -366,23 +442,33 @@ def _flows_between(
     for quantity, tensor in target.tensors.items():
         if quantity not in ("params", "master") and not source.buffer.trainable:
             continue  # new optimizer state
-        master = target.tensors["master"] if quantity == "params" and target.buffer.has_master else None
+        master = (
+            target.tensors["master"] if quantity == "params" and target.buffer.has_master else None
+        )
         if master is not None and master.num_shards == tensor.num_shards:
             continue  # cast from the rank's own master
-        wanted = quantity_for(quantity, source.buffer.dtypes.param, target.buffer, has_master=source.buffer.has_master)
+        wanted = quantity_for(
+            quantity, source.buffer.dtypes.param, target.buffer, has_master=source.buffer.has_master
+        )
         if has_entries(tensor, shared):  # then the old one has them too, in the same shapes
             yield Flow(source.tensors[wanted], tensor, master, stages)
 
 
 def kept_hook_states(old: Plan, new: Plan) -> dict[str, TensorSpec]:
-    """The specs of the comm hooks' states that can be continued, by name in the full state. Others start anew."""
+    """The specs of the comm hooks' states that can be continued, by name in the full
+    state. Others start anew.
+    """
     before = hook_states_of(old)
-    return {name: spec for name, (spec, text) in hook_states_of(new).items() if before.get(name, ("", ""))[1] == text}
+    return {
+        name: spec
+        for name, (spec, text) in hook_states_of(new).items()
+        if before.get(name, ("", ""))[1] == text
+    }
 
 
 def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
-    """The flow of a tensor that each rank has for itself: a flat tensor, one fine shard per rank. A rank in both jobs
-    keeps its own."""
+    """The flow of a tensor that each rank has for itself: a flat tensor, one fine shard
+    per rank. A rank in both jobs keeps its own."""
 
     def tensor(plan: Plan) -> FlatTensor:
         names = tuple(f"rank {rank}" for rank in plan.ranks)
@@ -392,7 +478,7 @@ def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
     return Flow(tensor(old), tensor(new))
 
 
-# --- checks ------------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _shapes_of(job: StagedPlan) -> dict[str, tuple[int, ...]]:
@@ -407,20 +493,27 @@ def _buffer_shapes(job: StagedPlan) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for plan in job.stages for name, spec in plan.buffers.items()}
 
 
-def _check_same(what: str, old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
+def _check_same(
+    what: str, old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]
+) -> None:
     if old == new:
         return
-    differing = [name for name in (*old, *(n for n in new if n not in old)) if old.get(name) != new.get(name)]
+    differing = [
+        name for name in (*old, *(n for n in new if n not in old)) if old.get(name) != new.get(name)
+    ]
     name = differing[0]
     raise ValueError(
-        f"plan_reshard: both steps must be of one model, and {what} {name!r} has shape {old.get(name, 'none')} in the old "
-        f"one and {new.get(name, 'none')} in the new ({len(differing)} such names: {', '.join(differing[:4])}); make both "
-        f"steps from the same model"
+        f"plan_reshard: both steps must be of one model, and {what} {name!r} has shape "
+        f"{old.get(name, 'none')} in the old one and {new.get(name, 'none')} in the new "
+        f"({len(differing)} such names: {', '.join(differing[:4])}); make both steps from the same "
+        f"model"
     )
 
 
 def _check_same_kind(old: BufferTensors, new: BufferTensors, shared: Sequence[str]) -> None:
-    """Raises unless the old buffer has all the state that the new one needs for the parameters that both hold."""
+    """Raises unless the old buffer has all the state that the new one needs for the
+    parameters that both hold.
+    """
     source, target = old.buffer, new.buffer
     if not (source.trainable and target.trainable):
         return  # only weights move
@@ -428,26 +521,34 @@ def _check_same_kind(old: BufferTensors, new: BufferTensors, shared: Sequence[st
     kinds = old.kind, new.kind
     kept = old.dtypes(shared), new.dtypes(shared)
     if kinds[0] != kinds[1] or kept[0].keys() != kept[1].keys():
-        theirs = [f"{kind}({', '.join(path[1:] for path in paths)})" for kind, paths in zip(kinds, kept, strict=True)]
+        theirs = [
+            f"{kind}({', '.join(path[1:] for path in paths)})"
+            for kind, paths in zip(kinds, kept, strict=True)
+        ]
         raise ValueError(
-            f"plan_reshard: the optimizer of parameter {name!r} must keep the same tensors in both steps, and keeps {theirs[0]} "
-            f"in the old and {theirs[1]} in the new; start the new step from the weights, init(old.gather(state))"
+            f"plan_reshard: the optimizer of parameter {name!r} must keep the same tensors in both "
+            f"steps, and keeps {theirs[0]} in the old and {theirs[1]} in the new; start the new "
+            f"step from the weights, init(old.gather(state))"
         )
     dtypes = {"master": (source.dtypes.master, target.dtypes.master)}
     dtypes |= {f"state{path}": (kept[0][path], dtype) for path, dtype in kept[1].items()}
     for what, (before, after) in dtypes.items():
-        if before != after and torch.promote_types(torch_dtype(before), torch_dtype(after)) != torch_dtype(after):
+        if before != after and torch.promote_types(
+            torch_dtype(before), torch_dtype(after)
+        ) != torch_dtype(after):
             raise ValueError(
-                f"plan_reshard: {what} of parameter {name!r} must not become narrower, and is {before} in the old step and "
-                f"{after} in the new; give the new step the same master and optimizer dtypes"
+                f"plan_reshard: {what} of parameter {name!r} must not become narrower, and is "
+                f"{before} in the old step and {after} in the new; give the new step the same "
+                f"master and optimizer dtypes"
             )
 
 
 def _check_present(job: str, ranks: Sequence[int | None], world_size: int) -> None:
     if sorted(rank for rank in ranks if rank is not None) != list(range(world_size)):
         raise ValueError(
-            f"reshard: each of the {world_size} ranks of the {job} job must be one process, and the processes are ranks "
-            f"{list(ranks)}; call it once on every process, outside of the {job} job with a step on Fake('data', {world_size})"
+            f"reshard: each of the {world_size} ranks of the {job} job must be one process, and "
+            f"the processes are ranks {list(ranks)}; call it once on every process, outside of the "
+            f"{job} job with a step on Fake('data', {world_size})"
         )
 
 

@@ -1,9 +1,11 @@
-"""`reshard`: moves a training state to a step with another stage, number of ranks, mesh or layout.
+"""`reshard`: moves a training state to a step with another stage, number of ranks, mesh
+or layout.
 
     state = fzero.reshard(state, old, new)    # old and new are steps of one model
 
-The plan (`fzero.resharding.plan`) lists the moves. `reshard` runs it on real processes, `reshard_all` on the states of all ranks
-in one process. Neither gathers a tensor that the new step does not hold in full; one unit moves at a time.
+The plan (`fzero.resharding.plan`) lists the moves. `reshard` runs it on real processes,
+`reshard_all` on the states of all ranks in one process. Neither gathers a tensor that
+the new step does not hold in full; one unit moves at a time.
 """
 
 from __future__ import annotations
@@ -45,37 +47,48 @@ AnyStep = TrainStep | LockstepRanks
 _FIX = "pass the step that made the state"
 
 
-def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor] | None:
-    """A state of `new` that continues from `state`, a state of `old`; this process's part.
+def reshard(
+    state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep
+) -> TrainState[Tensor] | None:
+    """A state of `new` that continues from `state`, a state of `old`; this process's
+    part.
 
-    Parameters, master, optimizer state, counters, loss scale and module buffers are moved bit by bit; under other dtypes,
-    parameters are rounded from the master. A rank keeps its random state; a new rank starts as in `init`. Gradients are zeros,
-    because a step collects them anew. The loss scale is kept if both steps scale dynamically, else it is the new step's initial
-    one. States of comm hooks are kept where the same ranks send the same flat buffers through the same hooks, in any stage;
-    otherwise they start anew, with a warning. The given state is not changed.
-    A parameter that was frozen and is now trained keeps its values, and its optimizer state starts as in `init`. One that was
-    trained and is now frozen keeps only its values.
-    The result has the placements of `new`: tensors for files are written as they arrive, and tensors in files are read as they
-    are sent, so that no full tensor is in memory.
+    Parameters, master, optimizer state, counters, loss scale and module buffers are
+    moved bit by bit; under other dtypes, parameters are rounded from the master. A rank
+    keeps its random state; a new rank starts as in `init`. Gradients are zeros, because
+    a step collects them anew. The loss scale is kept if both steps scale dynamically,
+    else it is the new step's initial one. States of comm hooks are kept where the same
+    ranks send the same flat buffers through the same hooks, in any stage; otherwise
+    they start anew, with a warning. The given state is not changed.
+    A parameter that was frozen and is now trained keeps its values, and its optimizer
+    state starts as in `init`. One that was trained and is now frozen keeps only its
+    values.
+    The result has the placements of `new`: tensors for files are written as they
+    arrive, and tensors in files are read as they are sent, so that no full tensor is in
+    memory.
 
-    *Collective:* every process of the default group, whichever of the two jobs it is in. Sends `plan_reshard(…).sent_nbytes`,
-    unit by unit, in one message per pair of processes, dtype and kind (shards or replicated tensors), and the 0-d
-    tensors once. Besides the two states a process holds its messages of one unit.
+    *Collective:* every process of the default group, whichever of the two jobs it is
+    in. Sends `plan_reshard(…).sent_nbytes`, unit by unit, in one message per pair of
+    processes, dtype and kind (shards or replicated tensors), and the 0-d tensors once.
+    Besides the two states a process holds its messages of one unit.
 
     Args:
         state: this process's part; None where it is not in the old job.
-        old: the step of `state`. In a process outside the old job, a step on `AbstractAxis("data", W)`, or of a pipeline on
-            `AbstractAxis.of(mesh)`.
-        new: the step to continue with, of the same model, on any number of pipeline stages. In a process outside the new job, as
-            `old`. Simulated steps (`simulate`) have simulated states, and send nothing.
+        old: the step of `state`. In a process outside the old job, a step on
+            `AbstractAxis("data", W)`, or of a pipeline on `AbstractAxis.of(mesh)`.
+        new: the step to continue with, of the same model, on any number of pipeline
+            stages. In a process outside the new job, as `old`. Simulated steps
+            (`simulate`) have simulated states, and send nothing.
 
     Returns:
         This process's part; None where it is not in the new job.
 
     Raises:
         MismatchError: the processes have different steps (on all of them).
-        ValueError: the state is not one of `old`, the models or optimizers differ, or a rank is missing (on all).
-        StoreError, MemoryError: files cannot be made, read or written (on all); the given state is unchanged.
+        ValueError: the state is not one of `old`, the models or optimizers differ, or a
+            rank is missing (on all).
+        StoreError, MemoryError: files cannot be made, read or written (on all); the
+            given state is unchanged.
         CollectiveError: another process died, or does not take part.
     """
     _check_steps(old, new, TrainStep | LockstepRanks)
@@ -88,7 +101,10 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     meet("fzero.reshard", axis)
     plans = staged_plan(old), staged_plan(new)
     mine = _report(state, old, new, plans)
-    world = [_Report(*values) for values in collectives.exchange(tuple(mine), axis, label=Label("compare"))]
+    world = [
+        _Report(*values)
+        for values in collectives.exchange(tuple(mine), axis, label=Label("compare"))
+    ]
     _check_reports(world)
     _warn_of_hooks(old, new)
     places = [JobRank(report.old, report.new) for report in world]
@@ -96,11 +112,16 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     numbers = _merged(report.numbers for report in world)
     chosen = chosen_numbers(plan.numbers, numbers)
     # A stage without parameters has no files, and agrees with the others.
-    has_files = [any(p.in_file for plan in staged.stages for p in plan.placements.values()) for staged in plans]
+    has_files = [
+        any(p.in_file for plan in staged.stages for p in plan.placements.values())
+        for staged in plans
+    ]
     files = _make_files(new, axis) if has_files[1] else None
     made = None
     if mine.new is not None:
-        made = new_state.blank(new, new.data_rank, chosen, keeps_scale=new_state.keep_scale(old, new), files=files)
+        made = new_state.blank(
+            new, new.data_rank, chosen, keeps_scale=new_state.keep_scale(old, new), files=files
+        )
     sources = {} if state is None else by_name(state)
     targets = {} if made is None else by_name(made)
     for round_ in plan.rounds:
@@ -115,7 +136,9 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
 
 
 def _make_files(new: TrainStep, axis: ProcessAxis) -> StateFiles | None:
-    """The files of this process's part of the new state. *Collective:* every process, whichever job it is in."""
+    """The files of this process's part of the new state. *Collective:* every process,
+    whichever job it is in.
+    """
     files, error = None, None
     if isinstance(new.runtime.ranks, ProcessAxis):
         try:
@@ -126,44 +149,56 @@ def _make_files(new: TrainStep, axis: ProcessAxis) -> StateFiles | None:
     return files
 
 
-def _reshard_simulated(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor]:
+def _reshard_simulated(
+    state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep
+) -> TrainState[Tensor]:
     if not isinstance(old, LockstepRanks) or not isinstance(new, LockstepRanks):
         raise ValueError(
-            f"reshard: both steps must be simulated or neither, got {type(old).__name__} and {type(new).__name__}; simulate "
-            f"the other step too"
+            f"reshard: both steps must be simulated or neither, got {type(old).__name__} and "
+            f"{type(new).__name__}; simulate the other step too"
         )
     if state is None:
         raise ValueError(
-            "reshard: the state of simulated steps must be that of all ranks, got None; pass the state that the old step returned"
+            "reshard: the state of simulated steps must be that of all ranks, got None; pass the "
+            "state that the old step returned"
         )
     made = new.joined(_moved(old.states_of(state), old.steps, new.steps))
     return put(made, new) if any(step.runtime.offload.has_files for step in new.steps) else made
 
 
-def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: TrainStep) -> list[TrainState[Tensor]]:
-    """`reshard` in one process: from the states of all ranks of `old` to those of all ranks of `new`. Sends nothing.
+def reshard_all(
+    states: Sequence[TrainState[Tensor]], old: TrainStep, new: TrainStep
+) -> list[TrainState[Tensor]]:
+    """`reshard` in one process: from the states of all ranks of `old` to those of all
+    ranks of `new`. Sends nothing.
 
-    The new states are on the device, wherever `new` wants them; `fzero.place` brings them there.
+    The new states are on the device, wherever `new` wants them; `fzero.place` brings
+    them there.
 
     Args:
         states: in rank order.
         old, new: steps of one model; both may be on a `AbstractAxis` axis.
 
     Raises:
-        ValueError: there is not one state of `old` for each rank, or the models or optimizers differ.
+        ValueError: there is not one state of `old` for each rank, or the models or
+            optimizers differ.
     """
     _check_steps(old, new, TrainStep)
-    check_kind("states", states, Sequence, "a list of states", "pass those of all ranks, in rank order")
+    check_kind(
+        "states", states, Sequence, "a list of states", "pass those of all ranks, in rank order"
+    )
     if len(states) != old.world_size:
         raise ValueError(
-            f"reshard_all: needs the states of all {old.world_size} ranks of the old step in rank order, got {len(states)}; "
-            f"pass them all"
+            f"reshard_all: needs the states of all {old.world_size} ranks of the old step in rank "
+            f"order, got {len(states)}; pass them all"
         )
     return _moved(states, _of_ranks(old), _of_ranks(new))
 
 
 def staged_plan(step: TrainStep) -> StagedPlan:
-    """The plan of the whole job of a step, for `plan_reshard`: of all stages, if it is a pipeline. Sends nothing."""
+    """The plan of the whole job of a step, for `plan_reshard`: of all stages, if it is
+    a pipeline. Sends nothing.
+    """
     return parallelism_of(step.spec).staged(step.spec, step.mesh, step.plan)
 
 
@@ -171,7 +206,9 @@ def _of_ranks(step: TrainStep) -> list[TrainStep]:
     """The step of every rank, as far as they differ."""
     if parallelism_of(step.spec).is_uniform:
         return [step] * step.world_size
-    return [TrainStep(step.spec, AbstractAxis.of(step.mesh, rank)) for rank in range(step.world_size)]
+    return [
+        TrainStep(step.spec, AbstractAxis.of(step.mesh, rank)) for rank in range(step.world_size)
+    ]
 
 
 def _moved(
@@ -184,16 +221,25 @@ def _moved(
     for state, step in zip(states, olds, strict=True):
         step.runtime.form.check(state, fix=_FIX)
     plan = plan_reshard(staged_plan(old), staged_plan(new), rng=_rng_specs(old, new))
-    numbers = _merged(numbers_of(state) for rank, state in enumerate(states) if _data_rank(old, rank) == 0)
+    numbers = _merged(
+        numbers_of(state) for rank, state in enumerate(states) if _data_rank(old, rank) == 0
+    )
     chosen = chosen_numbers(plan.numbers, numbers)
     ranks = [_data_rank(new, rank) for rank in range(new.world_size)]
     keeps = new_state.keep_scale(old, new)
-    made = [new_state.blank(step, rank, chosen, keeps_scale=keeps) for step, rank in zip(news, ranks, strict=True)]
+    made = [
+        new_state.blank(step, rank, chosen, keeps_scale=keeps)
+        for step, rank in zip(news, ranks, strict=True)
+    ]
     sources, targets = [by_name(state) for state in states], [by_name(state) for state in made]
     for flow in (flow for round_ in plan.rounds for flow in round_.flows):
         for move in plan.moves(flow):
-            source = sources[move.source_rank][flow.source.name][move.source_start : move.source_stop]
-            targets[move.target_rank][flow.target.name][move.target_start : move.target_stop].copy_(source)
+            source = sources[move.source_rank][flow.source.name][
+                move.source_start : move.source_stop
+            ]
+            targets[move.target_rank][flow.target.name][move.target_start : move.target_stop].copy_(
+                source
+            )
     for state, step, rank in zip(made, news, ranks, strict=True):
         new_state.narrow(state, step, rank)
         new_state.begin_anew(state, step, rank, plan.anew)
@@ -214,7 +260,7 @@ def _merged(of_ranks: Iterable[Numbers | None]) -> Numbers:
     return merged
 
 
-# --- the executor on real processes ------------------------------------------------------------------------------
+# --- the executor on real processes ---------------------------------------------------------------
 
 
 class _Span(NamedTuple):
@@ -226,7 +272,9 @@ class _Span(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """A message of a round. Tensors with other numbers of shards are in others, so that equal messages are packed once."""
+    """A message of a round. Tensors with other numbers of shards are in others, so that
+    equal messages are packed once.
+    """
 
     process: int
     dtype: str
@@ -241,7 +289,9 @@ def _run(
     axis: ProcessAxis,
     device: torch.device,
 ) -> None:
-    """Makes the copies within this process, and exchanges the messages of one round, from `device` to `device`."""
+    """Makes the copies within this process, and exchanges the messages of one round,
+    from `device` to `device`.
+    """
     sent: dict[_Message, list[_Span]] = {}
     received: dict[_Message, list[_Span]] = {}
     for flow in round_.flows:
@@ -249,12 +299,18 @@ def _run(
             source = _Span(flow.source.name, move.source_start, move.source_stop)
             target = _Span(flow.target.name, move.target_start, move.target_stop)
             if move.source_rank == move.target_rank:
-                write(targets[target.name], target.start, read(sources[source.name], source.start, source.stop))
+                write(
+                    targets[target.name],
+                    target.start,
+                    read(sources[source.name], source.start, source.stop),
+                )
                 continue
             is_sent = move.source_rank == axis.rank
             other = move.target_rank if is_sent else move.source_rank
             spans_of, span = (sent, source) if is_sent else (received, target)
-            spans_of.setdefault(_Message(other, flow.dtype, flow.target.num_shards), []).append(span)
+            spans_of.setdefault(_Message(other, flow.dtype, flow.target.num_shards), []).append(
+                span
+            )
     packed: dict[tuple[str, tuple[_Span, ...]], Tensor] = {}
     outgoing, incoming = [], []
     for message, spans in sent.items():
@@ -266,7 +322,9 @@ def _run(
         outgoing.append((message.process, packed[key]))
     for message, spans in received.items():
         numel = sum(span.stop - span.start for span in spans)
-        incoming.append((message.process, torch.empty(numel, dtype=torch_dtype(message.dtype), device=device)))
+        incoming.append(
+            (message.process, torch.empty(numel, dtype=torch_dtype(message.dtype), device=device))
+        )
     collectives.swap(incoming, outgoing, axis, label=Label("reshard", round_.name))
     for (_, received_values), spans in zip(incoming, received.values(), strict=True):
         by_span = torch.split(received_values, [span.stop - span.start for span in spans])
@@ -274,7 +332,7 @@ def _run(
             write(targets[span.name], span.start, values)
 
 
-# --- checks ------------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 class _Report(NamedTuple):
@@ -290,19 +348,26 @@ class _Report(NamedTuple):
 
 
 def _report(
-    state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep, plans: tuple[StagedPlan, StagedPlan]
+    state: TrainState[Tensor] | None,
+    old: TrainStep,
+    new: TrainStep,
+    plans: tuple[StagedPlan, StagedPlan],
 ) -> _Report:
-    """Checks this process. An error is reported and not raised, because the others would wait."""
-    old_rank, new_rank = (None if isinstance(step.runtime.ranks, AbstractAxis) else step.rank for step in (old, new))
+    """Checks this process. An error is reported and not raised, because the others
+    would wait.
+    """
+    old_rank, new_rank = (
+        None if isinstance(step.runtime.ranks, AbstractAxis) else step.rank for step in (old, new)
+    )
     forms = [[staged.mesh, *map(_form_of, staged.stages)] for staged in plans]
     numbers, problem = None, None
     try:
         _check_devices(old, new)
         if (state is None) != (old_rank is None):
             raise ValueError(
-                f"state: must be this process' part where old is bound to running ranks, and None where it is on an "
-                f"AbstractAxis, got {'None' if state is None else 'a state'} with {old.runtime.ranks}; pass the step that made "
-                f"it"
+                f"state: must be this process' part where old is bound to running ranks, and None "
+                f"where it is on an AbstractAxis, got {'None' if state is None else 'a state'} "
+                f"with {old.runtime.ranks}; pass the step that made it"
             )
         if state is not None:
             old.runtime.form.check(state, fix=_FIX)
@@ -314,20 +379,32 @@ def _report(
 
 
 def _form_of(plan: Plan) -> tuple[Any, ...]:
-    return plan.stage, plan.mesh, plan.flat_buffers, plan.optimizer, plan.buffers, str(plan.comm_hooks)
+    return (
+        plan.stage,
+        plan.mesh,
+        plan.flat_buffers,
+        plan.optimizer,
+        plan.buffers,
+        str(plan.comm_hooks),
+    )
 
 
 def _check_reports(world: Sequence[_Report]) -> None:
     """Raises on every process if any has reported a problem, or their steps differ."""
-    problems = [f"on process {process}: {report.problem}" for process, report in enumerate(world) if report.problem]
+    problems = [
+        f"on process {process}: {report.problem}"
+        for process, report in enumerate(world)
+        if report.problem
+    ]
     if problems:
         raise ValueError(f"reshard: {problems[0]}")
     differing = [process for process, report in enumerate(world) if report.steps != world[0].steps]
     if differing:
         raise MismatchError(
-            f"reshard: old and new must be the same two steps on every process, and those of processes {differing} have other "
-            f"plans than those of process 0; make them from the same model and configurations (and freeze the layers of a "
-            f"pipeline where they are made)"
+            f"reshard: old and new must be the same two steps on every process, and those of "
+            f"processes {differing} have other plans than those of process 0; make them from the "
+            f"same model and configurations (and freeze the layers of a pipeline where they are "
+            f"made)"
         )
 
 
@@ -335,24 +412,31 @@ def _check_steps(old: object, new: object, kinds: Any) -> None:
     for which, step in (("old", old), ("new", new)):
         if not isinstance(step, kinds):
             raise ValueError(
-                f"reshard: {which} must be a step, of make_train_step{' or of simulate' * (kinds != TrainStep)}, got "
-                f"{type(step).__name__}; pass the one that {'made the state' if which == 'old' else 'goes on with it'}"
+                f"reshard: {which} must be a step, of "
+                f"make_train_step{' or of simulate' * (kinds != TrainStep)}, got "
+                f"{type(step).__name__}; pass the one that "
+                f"{'made the state' if which == 'old' else 'goes on with it'}"
             )
 
 
 def _check_devices(old: TrainStep, new: TrainStep) -> None:
     if old.device.type != new.device.type:
         raise ValueError(
-            f"reshard: both steps must be on one kind of device, got {old.device} and {new.device}; move the model of one"
+            f"reshard: both steps must be on one kind of device, got {old.device} and "
+            f"{new.device}; move the model of one"
         )
 
 
 def _warn_of_hooks(old: TrainStep, new: TrainStep) -> None:
-    num_kept, num_new = len(kept_hook_states(old.plan, new.plan)), len(optree.tree_leaves(new.plan.hook_states))
+    num_kept, num_new = (
+        len(kept_hook_states(old.plan, new.plan)),
+        len(optree.tree_leaves(new.plan.hook_states)),
+    )
     if old.plan.hook_states and num_kept < num_new:
         warnings.warn(
-            f"reshard: states of comm hooks (errors fed back) are dropped where ranks, flat buffers or comm hooks change: from "
-            f"{old.plan.comm_hooks} on {old.world_size} ranks to {new.plan.comm_hooks} on {new.world_size}",
+            f"reshard: states of comm hooks (errors fed back) are dropped where ranks, flat "
+            f"buffers or comm hooks change: from {old.plan.comm_hooks} on {old.world_size} ranks "
+            f"to {new.plan.comm_hooks} on {new.world_size}",
             stacklevel=3,
         )
 

@@ -1,4 +1,6 @@
-"""`FlatTensor`: the tensors of a training state as flat tensors of named entries, in any layout; the view of `plan_reshard`."""
+"""`FlatTensor`: the tensors of a training state as flat tensors of named entries, in
+any layout; the view of `plan_reshard`.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class FlatTensor:
 
     Attributes:
         layout: of W fine shards.
-        num_shards: the number of different shards that the ranks hold, each W / `num_shards` adjacent fine
-            shards.
+        num_shards: the number of different shards that the ranks hold, each W /
+            `num_shards` adjacent fine shards.
     """
 
     name: str
@@ -35,7 +37,9 @@ class FlatTensor:
 
     @property
     def num_fine_shards(self) -> int:
-        """The number of fine shards in a shard, which is also the number of ranks that hold it."""
+        """The number of fine shards in a shard, which is also the number of ranks that
+        hold it.
+        """
         return self.layout.world_size // self.num_shards
 
     def start(self, fine_shard: int) -> int:
@@ -52,13 +56,21 @@ class Sources(NamedTuple):
     """The sources of a 0-d tensor of the new optimizer state."""
 
     names: tuple[str, ...]
-    """The old 0-d tensors, which must be equal; if empty, the value is that of a new state."""
+    """The old 0-d tensors, which must be equal; if empty, the value is that of a new
+    state.
+    """
     anew: tuple[str, ...] = ()
-    """Parameters of the same buffer with new optimizer state; then the old numbers must be 0."""
+    """Parameters of the same buffer with new optimizer state; then the old numbers must
+    be 0.
+    """
 
 
-def quantity_for(quantity: str, param_dtype: str, target: FlatParamPlan, *, has_master: bool) -> str:
-    """The old quantity that is the source of a new one, for old parameters of `param_dtype` that may have a master."""
+def quantity_for(
+    quantity: str, param_dtype: str, target: FlatParamPlan, *, has_master: bool
+) -> str:
+    """The old quantity that is the source of a new one, for old parameters of
+    `param_dtype` that may have a master.
+    """
     if quantity not in ("params", "master"):
         return quantity
     if quantity == "params" and target.has_master and param_dtype == target.dtypes.param:
@@ -76,9 +88,11 @@ def buffers_of(plan: Plan) -> dict[str, FlatTensor]:
 
 
 def hook_states_of(plan: Plan) -> dict[str, tuple[TensorSpec, str]]:
-    """The states of reductions' comm hooks, by name in the full state: (spec, text that describes mesh, layout and hook).
+    """The states of reductions' comm hooks, by name in the full state: (spec, text that
+    describes mesh, layout and hook).
 
-    Where the text is the same in another step, of any stage, a rank can continue with the state.
+    Where the text is the same in another step, of any stage, a rank can continue with
+    the state.
     """
     found: dict[str, tuple[TensorSpec, str]] = {}
     hook_states = plan.hook_states  # a property that is computed on each access
@@ -87,13 +101,18 @@ def hook_states_of(plan: Plan) -> dict[str, tuple[TensorSpec, str]]:
             text = repr((plan.mesh.axes, buffer.layout, plan.comm_hooks.reduce[axis].name))
             accessors, leaves, _ = optree.tree_flatten_with_accessor(specs)
             for accessor, spec in zip(accessors, leaves, strict=True):
-                found[accessor.codify(f"state.hook_states[{buffer.key!r}][{axis!r}]")] = spec, f"{text} {spec}"
+                found[accessor.codify(f"state.hook_states[{buffer.key!r}][{axis!r}]")] = (
+                    spec,
+                    f"{text} {spec}",
+                )
     return found
 
 
 @dataclass(frozen=True)
 class BufferTensors:
-    """One flat buffer and its tensors that persist between steps, computed on first use."""
+    """One flat buffer and its tensors that persist between steps, computed on first
+    use.
+    """
 
     plan: Plan
     buffer: FlatParamPlan
@@ -115,7 +134,9 @@ class BufferTensors:
                 entries = layout if leaf.is_long else self._entries_layout(leaf)
                 num_shards = leaf.spec.num_shards(plan.mesh)
                 quantity = leaf.path if leaf.quantity == "optimizer" else leaf.quantity
-                tensors[quantity] = FlatTensor(leaf.state_name, entries, leaf.spec.dtype, num_shards)
+                tensors[quantity] = FlatTensor(
+                    leaf.state_name, entries, leaf.spec.dtype, num_shards
+                )
         return tensors
 
     @cached_property
@@ -124,11 +145,14 @@ class BufferTensors:
         return {leaf.path: leaf.state_name for leaf in self._leaves if leaf.spec.shape == ()}
 
     def dtypes(self, names: Sequence[str]) -> dict[str, str]:
-        """The dtypes of the optimizer state of some of the parameters, including 0-d numbers, by path."""
+        """The dtypes of the optimizer state of some of the parameters, including 0-d
+        numbers, by path.
+        """
         return {
             leaf.path: leaf.spec.dtype
             for leaf in self._leaves
-            if leaf.quantity == "optimizer" and (leaf.spec.shape == () or has_entries(self.tensors[leaf.path], names))
+            if leaf.quantity == "optimizer"
+            and (leaf.spec.shape == () or has_entries(self.tensors[leaf.path], names))
         }
 
     @property
@@ -136,20 +160,27 @@ class BufferTensors:
         return type(self.plan.optimizer[self.buffer.key]).__name__
 
     def _entries_layout(self, leaf: StateLeaf) -> FlatLayout:
-        """The layout of each parameter's entries in Adafactor's means over rows and columns, or in a tensor of whole parameters'
-        state, which are replicated."""
+        """The layout of each parameter's entries in Adafactor's means over rows and
+        columns, or in a tensor of whole parameters' state, which are replicated."""
         buffer = self.buffer
         if isinstance(self.plan.optimizer[buffer.key], WholeState):
-            (name,) = (name for name in buffer.layout.names if leaf.path.startswith(f".tensors[{name!r}]"))
+            (name,) = (
+                name for name in buffer.layout.names if leaf.path.startswith(f".tensors[{name!r}]")
+            )
             return FlatLayout((name,), (leaf.spec.shape,), self.plan.world_size)
         if not isinstance(self.plan.optimizer[buffer.key], AdafactorState):
             raise ValueError(
-                f"plan_reshard: the optimizer state of {buffer.key!r} must have tensors with an entry for each element, or one "
-                f"number, and state{leaf.path} has shape {leaf.spec.shape}; start the new step from the "
-                f"weights, init(old.gather(state))"
+                f"plan_reshard: the optimizer state of {buffer.key!r} must have tensors with an "
+                f"entry for each element, or one number, and state{leaf.path} has shape "
+                f"{leaf.spec.shape}; start the new step from the weights, init(old.gather(state))"
             )
-        grids = {buffer.layout.names[index]: grid for index, grid in grids_of(buffer.layout).items()}
-        lengths = {name: grid.rows if leaf.path == ".row_var" else grid.columns for name, grid in grids.items()}
+        grids = {
+            buffer.layout.names[index]: grid for index, grid in grids_of(buffer.layout).items()
+        }
+        lengths = {
+            name: grid.rows if leaf.path == ".row_var" else grid.columns
+            for name, grid in grids.items()
+        }
         shapes = tuple((grid.matrices, lengths[name]) for name, grid in grids.items())
         return FlatLayout(tuple(grids), shapes, self.plan.world_size)
 

@@ -1,4 +1,5 @@
-"""One step of one rank: forward and backward unit by unit, the end of a step, update, first states.
+"""One step of one rank: forward and backward unit by unit, the end of a step, update,
+first states.
 
 May import: state, verbs, storage, model and below. Begin with `fzero.runtime.phases`.
 """

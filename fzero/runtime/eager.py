@@ -1,18 +1,24 @@
-"""Forwards and backwards of any PyTorch model. Parameters are gathered and gradients are reduced unit by unit.
+"""Forwards and backwards of any PyTorch model. Parameters are gathered and gradients
+are reduced unit by unit.
 
-No graph is captured. The model runs as it is, bound to the tensors that `ForwardBackward.fetch` returns:
+No graph is captured. The model runs as it is, bound to the tensors that
+`ForwardBackward.fetch` returns:
 
-1. The first access to a parameter of a unit *enters* the unit: its flat buffers are gathered (stage 3, `Gathers`) and cut
-   into parameters by one split. Entering another unit releases them; by then the gather of the next unit has started.
-2. Autograd must not keep a gathered buffer alive until the backward, so a view of one is saved as a `SavedView`. Unpacking
-   it gathers the unit again.
-3. Each parameter is the output of a node of autograd (`autograd_nodes`), whose backward writes its gradient into the flat one
-   of the unit (`Reductions`). The backward of `UnitRoot` is the last of a unit; then the unit's reduce-scatter starts.
+1. The first access to a parameter of a unit *enters* the unit: its flat buffers are
+   gathered (stage 3, `Gathers`) and cut into parameters by one split. Entering another
+   unit releases them; by then the gather of the next unit has started.
+2. Autograd must not keep a gathered buffer alive until the backward, so a view of one
+   is saved as a `SavedView`. Unpacking it gathers the unit again.
+3. Each parameter is the output of a node of autograd (`autograd_nodes`), whose backward
+   writes its gradient into the flat one of the unit (`Reductions`). The backward of
+   `UnitRoot` is the last of a unit; then the unit's reduce-scatter starts.
 
-`UnitScheduler` decides when each of these happens, and a `Sequencer` executes it. All stages run this same code and do the
-same arithmetic: the specs decide whether a gather moves anything and whether a full gradient is dropped.
+`UnitScheduler` decides when each of these happens, and a `Sequencer` executes it. All
+stages run this same code and do the same arithmetic: the specs decide whether a gather
+moves anything and whether a full gradient is dropped.
 
-Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards (on one axis as many as ranks).
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards
+(on one axis as many as ranks).
 """
 
 from __future__ import annotations
@@ -56,16 +62,20 @@ if TYPE_CHECKING:
 class ForwardBackward:
     """Forwards and backwards between two updates on one rank.
 
-    There are two halves. First run the model, bound to `fetch`, inside `forward(...)`. Then bind it again and call
-    `backward(...)`. Any number of backwards may follow any number of forwards. Between the halves no collective is under
-    way, and one unit is still gathered. A forward without a backward leaves nothing behind. After an error, or after `close`,
-    the object cannot be used again, and a backward through its graphs raises.
+    There are two halves. First run the model, bound to `fetch`, inside `forward(...)`.
+    Then bind it again and call `backward(...)`. Any number of backwards may follow any
+    number of forwards. Between the halves no collective is under way, and one unit is
+    still gathered. A forward without a backward leaves nothing behind. After an error,
+    or after `close`, the object cannot be used again, and a backward through its graphs
+    raises.
 
     Args:
         plan, mesh: the units and their specs, and the ranks.
         params: this rank's flat buffers by key, wherever they live.
-        grads: receive the mean gradients, by key: full (P) in stages 0 and 1, else shards (S). None allows forwards only.
-        learned: the events to follow, by run. A run without events is negotiated, and its events are learned.
+        grads: receive the mean gradients, by key: full (P) in stages 0 and 1, else
+            shards (S). None allows forwards only.
+        learned: the events to follow, by run. A run without events is negotiated, and
+            its events are learned.
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
         norms: measures the results of reductions.
@@ -76,7 +86,8 @@ class ForwardBackward:
         gathers, reductions: the gathered units, and the gradients.
         gathers_nothing: whether every rank holds all parameters.
         runs_again: see `recomputing`.
-        anchor: the input of every `UnitRoot`, on the device of the parameters, so that autograd runs all nodes on one thread.
+        anchor: the input of every `UnitRoot`, on the device of the parameters, so that
+            autograd runs all nodes on one thread.
     """
 
     def __init__(
@@ -92,7 +103,13 @@ class ForwardBackward:
         norms: GradNorms | None = None,
         seen: ParamViews,
     ) -> None:
-        self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
+        self.plan, self.mesh, self.params, self.grads, self.transfer = (
+            plan,
+            mesh,
+            params,
+            grads,
+            transfer,
+        )
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
         self.gathers_nothing = not any(unit.gathered_numel for unit in plan.units)
         self.forwards, self._seen = Forwards(gathers=not self.gathers_nothing), seen
@@ -101,30 +118,40 @@ class ForwardBackward:
         self.reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states, norms)
         self._events = Sequencer(plan, mesh, learned, self.gathers, self.reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
-        self._num_modes, self.runs_again = 0, False  # the dispatch modes that the caller has active around a half
+        # the dispatch modes that the caller has active around a half
+        self._num_modes, self.runs_again = 0, False
         self._present: Visit | None = None  # the visit that runs now, or None
         self._loss_stats: Pending | None = None
         self._range = OpenRange()  # in a trace, that of the unit being visited
 
-    # --- the two halves ----------------------------------------------------------------------------------------
+    # --- the two halves ---------------------------------------------------------------------------
 
     @contextmanager
     def forward(
-        self, run: str, *, saves: bool = True, still: frozenset[str] = frozenset(), compares: bool = False
+        self,
+        run: str,
+        *,
+        saves: bool = True,
+        still: frozenset[str] = frozenset(),
+        compares: bool = False,
     ) -> Iterator[None]:
-        """Run the bound model inside this context. *Collective* in stage 3, also for units that only other ranks use.
+        """Run the bound model inside this context. *Collective* in stage 3, also for
+        units that only other ranks use.
 
         Args:
             run: the key of its order of collectives.
-            saves: whether views of gathered buffers are saved as `SavedView`s. False saves them as tensors, which keeps the
-                buffers alive (for transforms of torch.func, which allow no hooks).
+            saves: whether views of gathered buffers are saved as `SavedView`s. False
+                saves them as tensors, which keeps the buffers alive (for transforms of
+                torch.func, which allow no hooks).
             still: trained parameters that require no gradients in this forward.
-            compares: whether values of parameters are compared before and after, to find changes through `.data`.
+            compares: whether values of parameters are compared before and after, to
+                find changes through `.data`.
 
         Raises:
             ValueError: the forward has changed a parameter.
         """
-        with self._running(("forward", run)):  # a forward gathers the same units with `still` and without
+        # a forward gathers the same units with `still` and without
+        with self._running(("forward", run)):
             self._leave("")
             self._events.request(UnitScheduler.begin_forward, self.forwards.begin(run, still))
             self.given.begin(self.forwards.last, compares=compares, shares=not (compares or still))
@@ -152,29 +179,38 @@ class ForwardBackward:
         check: Callable[[Tensor], None] | None = None,
         needs_grads: bool = True,
     ) -> Iterator[list[Tensor]]:
-        """Inside, a backward of autograd adds its gradients to `grads`. *Collective:* every rank; in stage 3 gathers again.
+        """Inside, a backward of autograd adds its gradients to `grads`. *Collective:*
+        every rank; in stage 3 gathers again.
 
         Args:
             visits: see `autograd_nodes.visits_of`.
             row: a few numbers that ranks exchange while the backward runs.
             grad_scale: factor of the gradients.
             is_first: whether `grads` holds nothing yet.
-            is_last: whether this is the last backward before the update; only then are full gradients reduced.
+            is_last: whether this is the last backward before the update; only then are
+                full gradients reduced.
             keeps: whether the graph is retained for another backward.
-            check: checks the rows before any other collective, if the order of collectives may differ between ranks.
-            needs_grads: whether it is an error if no trained parameter gets a gradient. (A pipeline stage may have none.)
+            check: checks the rows before any other collective, if the order of
+                collectives may differ between ranks.
+            needs_grads: whether it is an error if no trained parameter gets a gradient.
+                (A pipeline stage may have none.)
 
         Yields:
             A list that receives, at the end, every rank's row in rank order.
 
         Raises:
-            ValueError: the loss does not depend on a trained parameter through one of the forwards.
+            ValueError: the loss does not depend on a trained parameter through one of
+                the forwards.
         """
         found: list[Tensor] = []
         is_last = self.reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
-        with self._running(() if self.reductions.only_adds else self.forwards.run_of("backward", visits)):
+        with self._running(
+            () if self.reductions.only_adds else self.forwards.run_of("backward", visits)
+        ):
             if not self.reductions.only_adds:
-                self._events.request(UnitScheduler.begin_backward, is_last, frozenset(sum_of(visits).items()))
+                self._events.request(
+                    UnitScheduler.begin_backward, is_last, frozenset(sum_of(visits).items())
+                )
             self.forwards.go_back(keeps=keeps)
             label = Label("loss_stats", phase="boundary")
             self._loss_stats = collectives.start_stack(row, self.mesh.world, label=label)
@@ -186,7 +222,8 @@ class ForwardBackward:
             except RuntimeError as error:
                 self.given.name(error)
                 raise
-            if needs_grads and not self.reductions.has_come:  # an update without gradients would apply weight decay
+            # an update without gradients would apply weight decay
+            if needs_grads and not self.reductions.has_come:
                 raise ValueError(UNRELATED)
             self._leave("")
             self.gathers.check_full()
@@ -198,7 +235,8 @@ class ForwardBackward:
 
     @contextmanager
     def passing(self, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
-        """Inside, a backward of another step may run through forwards of this one; gradients here do not change.
+        """Inside, a backward of another step may run through forwards of this one;
+        gradients here do not change.
 
         *Collective* in stage 3: gathers again.
         """
@@ -214,7 +252,9 @@ class ForwardBackward:
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[None]:
-        """Follows the order of a run, or learns it; () has no events. After an error this object cannot be used again."""
+        """Follows the order of a run, or learns it; () has no events. After an error
+        this object cannot be used again.
+        """
         if self.status == "over":
             raise RuntimeError(OVER)
         settle()
@@ -237,11 +277,15 @@ class ForwardBackward:
     def _abandon(self) -> None:
         """Drops gathered buffers, collected gradients and the collectives under way."""
         self._range.close()
-        abandon([*self.gathers.abandon(), *self.reductions.abandon(), *filter(None, [self._loss_stats])])
+        abandon(
+            [*self.gathers.abandon(), *self.reductions.abandon(), *filter(None, [self._loss_stats])]
+        )
         self.close()
 
     def close(self) -> None:
-        """Releases the gathered buffers; from now on a backward through a graph made here raises."""
+        """Releases the gathered buffers; from now on a backward through a graph made
+        here raises.
+        """
         self.status = "over"
         self.given.share(False)
         self.forwards.close()
@@ -250,28 +294,40 @@ class ForwardBackward:
             self._seen.close()
 
     def _let_go(self, method: Callable[[UnitScheduler], tuple[Event, ...]]) -> None:
-        """Releases the gathered buffers; after a backward, first waits for its reductions (`finish`)."""
+        """Releases the gathered buffers; after a backward, first waits for its
+        reductions (`finish`).
+        """
         self._leave("")
         self._events.request(method)
         self.transfer.abandon()
 
     def _check_runs(self) -> None:
-        """Outside the two halves, begins a backward of all ranks (`Forwards.begins`), or raises: collectives need all ranks."""
+        """Outside the two halves, begins a backward of all ranks (`Forwards.begins`),
+        or raises: collectives need all ranks.
+        """
         if self.status == "idle":
             self.forwards.begins()
         if self.status not in ("running", "passed"):
             raise RuntimeError(OVER if self.status == "over" else BETWEEN)
 
-    # --- parameters --------------------------------------------------------------------------------------------
+    # --- parameters -------------------------------------------------------------------------------
 
     def fetch(self, name: str) -> Tensor:
-        """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
+        """The parameter `name` as the model sees it. *Collective* in stage 3 when this
+        enters a unit.
+        """
         present, is_open = self._present, self.given.is_open
-        if present is None or name not in present.leaves or not (is_open or present.forward is self.forwards.of_node):
+        if (
+            present is None
+            or name not in present.leaves
+            or not (is_open or present.forward is self.forwards.of_node)
+        ):
             if name not in self.plan.homes:
                 raise late("parameter", name)
             unit = self.plan.homes[name][0]
-            enter = untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
+            enter = (
+                untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
+            )
             present = enter(self, unit)
         elif self._events.phase != "forward":
             self._need(present.unit)  # the next gather may start now, as in `_unpack`
@@ -290,7 +346,8 @@ class ForwardBackward:
         forward = self.forwards.last if self.given.is_open else self.forwards.of_node
         visit = forward.kept.get(unit.name)
         if visit is None or not self.gathers_nothing:
-            with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
+            # the model may use the leaves outside of its modes later
+            with beneath_model(self._num_modes):
                 self._leave(unit.name)
                 self._events.request(UnitScheduler.enter, unit.name)
                 if visit is None:
@@ -307,13 +364,15 @@ class ForwardBackward:
             self._events.request(UnitScheduler.need, unit)
 
     def _leave(self, unit: str) -> None:
-        """Drops the parameters of the present unit, so that its memory can be released; does nothing if it is `unit`."""
+        """Drops the parameters of the present unit, so that its memory can be released;
+        does nothing if it is `unit`.
+        """
         if self._present is not None and self._present.unit != unit:
             if not self._present.is_kept:
                 self._present.leaves.clear()
             self._present = None
 
-    # --- autograd ----------------------------------------------------------------------------------------------
+    # --- autograd ---------------------------------------------------------------------------------
 
     def _unpack(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
         if isinstance(saved, SavedView):
@@ -322,14 +381,20 @@ class ForwardBackward:
         return self.gathers.from_saved(saved)
 
     def add_grads(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
-        """Takes gradients of a unit's parameters from autograd. A gradient may be None; a gradient without a name is dropped."""
+        """Takes gradients of a unit's parameters from autograd. A gradient may be None;
+        a gradient without a name is dropped.
+        """
         self._check_runs()
         if self._events.phase == "forward":
             raise RuntimeError(INSIDE)
         if self.status == "passed":
             return
-        given = {name: grad for name, grad in zip(names, grads, strict=True) if name and grad is not None}
-        for pulled, masks in self.gathers.pulled(given, self._need) if self._seen.is_on else [(given, {})]:
+        given = {
+            name: grad for name, grad in zip(names, grads, strict=True) if name and grad is not None
+        }
+        for pulled, masks in (
+            self.gathers.pulled(given, self._need) if self._seen.is_on else [(given, {})]
+        ):
             if self.reductions.only_adds:
                 self.reductions.add_to_sums(pulled, masks)
                 self.forwards.used.update(pulled)
@@ -346,7 +411,9 @@ class ForwardBackward:
                     self.forwards.used.update(own)
 
     def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
-        """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""
+        """Called when autograd has all gradients of one visit of a unit, with those
+        that are not written yet.
+        """
         self.add_grads(unit, names, grads)
         if self.status != "passed" and not self.reductions.only_adds:
             self._events.request(UnitScheduler.end_visit, unit)
@@ -360,7 +427,9 @@ def saving(work: ForwardBackward) -> AbstractContextManager[object]:
 
 @contextmanager
 def recomputing(work: ForwardBackward) -> Iterator[None]:
-    """Inside, part of the model runs again for its backward; fetched parameters get no gradient, and no visit counts."""
+    """Inside, part of the model runs again for its backward; fetched parameters get no
+    gradient, and no visit counts.
+    """
     before, work.runs_again = work.runs_again, True
     try:
         yield
@@ -369,6 +438,8 @@ def recomputing(work: ForwardBackward) -> Iterator[None]:
 
 
 def expect(work: ForwardBackward, units: Iterable[str]) -> None:
-    """In a backward: `end_visit` comes once more for each of these units, for gradients from outside of the forwards."""
+    """In a backward: `end_visit` comes once more for each of these units, for gradients
+    from outside of the forwards.
+    """
     if not work.reductions.only_adds:
         work._events.request(UnitScheduler.expect, tuple(units))

@@ -1,7 +1,9 @@
-"""`Gathers`: the gathered flat buffers of a forward-backward. A buffer is under way, live, or recorded in saved views.
+"""`Gathers`: the gathered flat buffers of a forward-backward. A buffer is under way,
+live, or recorded in saved views.
 
-Autograd must not keep a gathered buffer alive until the backward. So a saved tensor that is a view of one is replaced by a
-`SavedView` (buffer, offset, size, stride). The backward gathers the buffer again and makes the view from it.
+Autograd must not keep a gathered buffer alive until the backward. So a saved tensor
+that is a view of one is replaced by a `SavedView` (buffer, offset, size, stride). The
+backward gathers the buffer again and makes the view from it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 
 
 class SavedView(NamedTuple):
-    """A saved tensor, described as a view of a gathered flat buffer, so that it can be made again."""
+    """A saved tensor, described as a view of a gathered flat buffer, so that it can be
+    made again.
+    """
 
     unit: UnitPlan
     key: str
@@ -44,7 +48,8 @@ class SavedView(NamedTuple):
 
 
 class Lingering(NamedTuple):
-    """A gathered buffer of which the model still holds a view when its unit is released. It keeps no memory.
+    """A gathered buffer of which the model still holds a view when its unit is
+    released. It keeps no memory.
 
     Attributes:
         key: the key of the flat buffer.
@@ -64,7 +69,9 @@ class Lingering(NamedTuple):
 
 
 class _Gather(NamedTuple):
-    """The gather of one flat buffer under way, and the shard that it reads; None if a single rank holds the whole buffer."""
+    """The gather of one flat buffer under way, and the shard that it reads; None if a
+    single rank holds the whole buffer.
+    """
 
     buffer: FlatParamPlan
     pending: Pending
@@ -109,9 +116,11 @@ class Gathers:
         self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
         self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
         self.lingering: list[Lingering] = []
-        self._versions = {key: flat._version for key, flat in params.items() if isinstance(flat, Tensor)}
+        self._versions = {
+            key: flat._version for key, flat in params.items() if isinstance(flat, Tensor)
+        }
 
-    # --- gathers -------------------------------------------------------------------------------------------------
+    # --- gathers ----------------------------------------------------------------------------------
 
     def start(self, unit: UnitPlan, phase: Phase) -> None:
         """Starts the gathers of a unit. *Collective* in stage 3."""
@@ -130,10 +139,14 @@ class Gathers:
                 started.append(_Gather(buffer, ended(home, label)))
             else:
                 transfer.prefetch(buffer.key, home)
-                started.append(_Gather(buffer, Pending(label, (), partial(transfer.load, buffer.key, home))))
+                started.append(
+                    _Gather(buffer, Pending(label, (), partial(transfer.load, buffer.key, home)))
+                )
 
     def _end(self, unit: str) -> dict[str, Tensor]:
-        """Waits for the gathers of a unit, and returns the memory of shards that were copies."""
+        """Waits for the gathers of a unit, and returns the memory of shards that were
+        copies.
+        """
         flats: dict[str, Tensor] = {}
         gathers = self._under_way.pop(unit)
         while gathers:  # emptied, so that no reference here keeps the shard's memory
@@ -170,7 +183,7 @@ class Gathers:
             held.clear()  # type: ignore[attr-defined]
         return pending
 
-    # --- live buffers --------------------------------------------------------------------------------------------
+    # --- live buffers -----------------------------------------------------------------------------
 
     def full(self, unit: UnitPlan) -> Iterator[Any]:
         """The full flat buffers (P) of a unit in use, gathered or held by every rank."""
@@ -183,7 +196,9 @@ class Gathers:
         return {name: view for b, flat in pairs for name, view in unflatten(flat, b.layout).items()}
 
     def seen(self, unit: UnitPlan) -> dict[str, Tensor]:
-        """The values in place of parameters of a unit in use, by name. A saved view of one is made again, too."""
+        """The values in place of parameters of a unit in use, by name. A saved view of
+        one is made again, too.
+        """
         values = self._seen.of(unit, lambda: self.views(unit))
         if values and unit.name in self._live:
             for name, value in values.items():
@@ -191,8 +206,11 @@ class Gathers:
                     self._by_storage[address(value)] = (unit, name, value.dtype)
         return values
 
-    def pulled(self, grads: dict[str, Tensor], need: Callable[[str], None]) -> Iterator[tuple[Tensors, Tensors]]:
-        """The gradients of parameters and of those that their views train, in parts, each with the masks of some.
+    def pulled(
+        self, grads: dict[str, Tensor], need: Callable[[str], None]
+    ) -> Iterator[tuple[Tensors, Tensors]]:
+        """The gradients of parameters and of those that their views train, in parts,
+        each with the masks of some.
 
         Args:
             grads: the gradients of what modules saw, by parameter; is changed.
@@ -203,7 +221,10 @@ class Gathers:
             need(unit)
             flats: dict[str, Any] = {**self._params, **self._live.get(unit, {})}
             homes = ((own, self._plan.homes[own][1]) for own in names)
-            return {own: flats[b.key][slice(*b.layout.bounds(own))].view(b.layout.shape(own)) for own, b in homes}
+            return {
+                own: flats[b.key][slice(*b.layout.bounds(own))].view(b.layout.shape(own))
+                for own, b in homes
+            }
 
         masks: dict[str, Tensor] = {}
         for name in [name for name in grads if name in self._seen.is_on]:
@@ -216,7 +237,9 @@ class Gathers:
         yield grads, masks
 
     def release(self, unit: str) -> None:
-        """Returns the memory of a live unit, unless an error has ended the forward-backward."""
+        """Returns the memory of a live unit, unless an error has ended the
+        forward-backward.
+        """
         if unit in self._live and self._seen.is_on:
             for value in self._seen.forget(unit).values():
                 self._by_storage.pop(address(value), None)
@@ -225,11 +248,12 @@ class Gathers:
             self._by_storage.pop(storage.data_ptr(), None)
             if flat._version != self._versions[key]:
                 raise self._was_changed(f"of {key!r}")
-            is_seen = torch._C._storage_Use_Count(storage._cdata) > 2  # type: ignore[attr-defined]  # `flat` and `storage`
+            # `flat` and `storage`
+            is_seen = torch._C._storage_Use_Count(storage._cdata) > 2  # type: ignore[attr-defined]
             del storage  # with which the memory could not be given back
-            if (
-                is_seen
-            ):  # not given back as well: the reference may end at any time, where a thread has just loaded the shard
+            if is_seen:
+                # not given back as well: the reference may end at any time, where a thread has just
+                # loaded the shard
                 self._watch(flat, key)
             else:
                 self._give_back(flat, key)
@@ -239,21 +263,28 @@ class Gathers:
         at = address(tensor)
         if at <= 0 or not tensor.numel():
             return False
-        mine = (address(flat) for flat in self._params.values() if isinstance(flat, Tensor) and flat.numel())
+        mine = (
+            address(flat)
+            for flat in self._params.values()
+            if isinstance(flat, Tensor) and flat.numel()
+        )
         released = (each.memory.cdata for each in self.lingering)
         return at in self._by_storage or at in mine or tensor.untyped_storage()._cdata in released
 
     def _watch(self, flat: Tensor, key: str) -> None:
-        """Records a buffer of which there are views; a change to one of them would be lost."""
-        with temporarily_clear_interpreter_stack():  # a transform of torch.func refuses the second line
+        """Records a buffer of which there are views; a change to one of them would be
+        lost.
+        """
+        # a transform of torch.func refuses the second line
+        with temporarily_clear_interpreter_stack():
             counter = flat.detach()
             counter.data = flat.new_empty(0)  # keeps the version counter
         memory = StorageWeakRef(flat.untyped_storage())  # type: ignore[no-untyped-call]
         self.lingering.append(Lingering(key, counter, flat._version, memory))
 
     def check_full(self) -> None:
-        """Raises ValueError if a forward changed a parameter in place: one that this rank holds in full, or one of a released
-        unit."""
+        """Raises ValueError if a forward changed a parameter in place: one that this
+        rank holds in full, or one of a released unit."""
         for key, counter, version, _ in self.lingering:
             if counter._version != version:
                 raise self._was_changed(f"of {key!r}")
@@ -268,12 +299,14 @@ class Gathers:
             self._transfer.scratch.give(flat)
 
     def as_saved(self, tensor: Tensor) -> SavedView | tuple[Tensor, int]:
-        """The value that autograd saves for a tensor: a `SavedView` for a view of a gathered buffer, else the tensor and its
-        version."""
+        """The value that autograd saves for a tensor: a `SavedView` for a view of a
+        gathered buffer, else the tensor and its version."""
         if tensor.layout == torch.strided:
             unit, key, dtype = self._by_storage.get(address(tensor), (None, "", None))
             if unit is not None and dtype == tensor.dtype:
-                return SavedView(unit, key, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+                return SavedView(
+                    unit, key, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+                )
         return tensor.detach(), tensor._version
 
     def from_saved(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
@@ -283,9 +316,11 @@ class Gathers:
             base = self.seen(saved.unit)[saved.key] if flat is None else flat
             return base.as_strided(saved.size, saved.stride, saved.offset)
         tensor, version = saved
-        if tensor._version != version:  # autograd does not check this itself where saved tensors have hooks
+        # autograd does not check this itself where saved tensors have hooks
+        if tensor._version != version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after it was saved "
-                f"(version {version}, now {tensor._version}); make the change out of place, or on a clone"
+                f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in "
+                f"place after it was saved (version {version}, now {tensor._version}); make the "
+                f"change out of place, or on a clone"
             )
         return tensor

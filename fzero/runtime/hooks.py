@@ -1,7 +1,8 @@
-"""`Observer`: the protocol through which a step reports its batches and updates; a step uses nothing else of an observer.
+"""`Observer`: the protocol through which a step reports its batches and updates; a step
+uses nothing else of an observer.
 
-To observe steps, register a maker of observers before the step is made, as `fzero.tuning.probe` does in a job that the
-autotuner started.
+To observe steps, register a maker of observers before the step is made, as
+`fzero.tuning.probe` does in a job that the autotuner started.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class Observer(Protocol):
     """Its methods are called while a step runs. Each may end the process."""
 
     def sees(self, batch: Any, *, is_call: bool = False) -> None:
-        """A batch has arrived; `is_call`: the batch holds the arguments of the model (positional ones, and those by name)."""
+        """A batch has arrived; `is_call`: the batch holds the arguments of the model
+        (positional ones, and those by name).
+        """
 
     def begins(self) -> None:
         """The work of a step begins."""
@@ -31,7 +34,9 @@ class Observer(Protocol):
 
 
 Maker = Callable[["Any", "nn.Module", "Config", "LossFn | None", "torch.device"], Observer | None]
-"""Makes the observer of a step from its ranks, model, configuration, loss function and device; None to observe nothing."""
+"""Makes the observer of a step from its ranks, model, configuration, loss function and
+device; None to observe nothing.
+"""
 
 _MAKERS: list[Maker] = []
 
@@ -44,6 +49,8 @@ def observe_steps(maker: Maker) -> None:
 def observer_of(
     axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, device: torch.device
 ) -> Observer | None:
-    """The observer of a step: the first that a registered maker returns; None where none does."""
+    """The observer of a step: the first that a registered maker returns; None where
+    none does.
+    """
     made = (maker(axis, model, cfg, loss_fn, device) for maker in _MAKERS)
     return next((observer for observer in made if observer is not None), None)

@@ -1,4 +1,6 @@
-"""Uses of a state without gradients: `evaluate`, `inspect`, `first_overflow`. `TrainStep` documents them for users."""
+"""Uses of a state without gradients: `evaluate`, `inspect`, `first_overflow`.
+`TrainStep` documents them for users.
+"""
 
 from __future__ import annotations
 
@@ -51,19 +53,28 @@ def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str
 
 
 @contextmanager
-def inspecting(run: StepRuntime, state: State, kind: str, *, calls_vary: bool = False) -> Iterator[None]:
-    """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
+def inspecting(
+    run: StepRuntime, state: State, kind: str, *, calls_vary: bool = False
+) -> Iterator[None]:
+    """Inside, the model computes with the state's parameters, gathered when a forward
+    uses them; see `TrainStep.inspect`.
 
-    *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
+    *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers
+    the units that others use, too.
 
     Args:
-        calls_vary: whether the number of calls of the model may differ between ranks, or from one time to the next. Then ranks
-            negotiate the order of the gathers instead of learning it, and transforms do not count the forwards.
+        calls_vary: whether the number of calls of the model may differ between ranks,
+            or from one time to the next. Then ranks negotiate the order of the gathers
+            instead of learning it, and transforms do not count the forwards.
     """
     learned = run.learned
     transfer = run.offload.transfer(run.scratch)
     call = run.call(read_later(state.step), is_counted=not calls_vary)
-    seen = ParamViews(run.changes.views, call.num_updates, state.buffers) if run.changes.views else NO_VIEWS
+    seen = (
+        ParamViews(run.changes.views, call.num_updates, state.buffers)
+        if run.changes.views
+        else NO_VIEWS
+    )
     known = learned.negotiating() if calls_vary else learned
     params = run.inner_params(state.params, transfer)
     work = ForwardBackward(run.inner_plan, run.mesh, params, None, known, transfer, seen=seen)
@@ -88,10 +99,14 @@ def first_overflow(run: StepRuntime, state: State) -> str | None:
     return outcome.first_overflow(run, state)
 
 
-def evaluated(run: StepRuntime, state: State, compute: Callable[[], tuple[Tensor, Tensor | None]]) -> Tensor:
-    """The mean over ranks of the loss that `compute` returns, with its weight if it is a sum. *Collective:* every rank.
+def evaluated(
+    run: StepRuntime, state: State, compute: Callable[[], tuple[Tensor, Tensor | None]]
+) -> Tensor:
+    """The mean over ranks of the loss that `compute` returns, with its weight if it is
+    a sum. *Collective:* every rank.
 
-    `compute` sets evaluation mode itself; afterwards each module is in its own mode again.
+    `compute` sets evaluation mode itself; afterwards each module is in its own mode
+    again.
     """
     meet("TrainStep.evaluate", run.mesh.world)
     modes = [(module, module.training) for module in run.spec.model.modules()]

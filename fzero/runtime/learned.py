@@ -1,15 +1,20 @@
-"""`Learned`: the findings of the first calls of a step. They are the same for every state, and hold none of its tensors.
+"""`Learned`: the findings of the first calls of a step. They are the same for every
+state, and hold none of its tensors.
 
-A model may keep tensors from the first step: parameters as its forward got them, and views of gathered memory. In a plain loop
-these follow the parameter. So `hold` makes them `Held` from the second step on: while the model is bound, operators receive the
+A model may keep tensors from the first step: parameters as its forward got them, and
+views of gathered memory. In a plain loop these follow the parameter. So `hold` makes
+them `Held` from the second step on: while the model is bound, operators receive the
 present values instead.
 
-`HyperCheck` is one of them: whether all ranks update with the same hyper-parameters, by a checksum that travels with the loss.
+`HyperCheck` is one of them: whether all ranks update with the same hyper-parameters, by
+a checksum that travels with the loss.
 
-`ScheduleCache` is another. A `UnitScheduler` is a function of its requests: the same requests give the same events. Steps make
-the same requests, so the cache keeps the answers in a tree. A node is a request, and its parent is the request before it. If
-the requests of a step are in the tree, a `CachedScheduler` only walks it. Otherwise a scheduler is made, which first gets all
-requests of the step so far. After `negotiate` and `depart` the events depend on other ranks, too, so nothing after these is
+`ScheduleCache` is another. A `UnitScheduler` is a function of its requests: the same
+requests give the same events. Steps make the same requests, so the cache keeps the
+answers in a tree. A node is a request, and its parent is the request before it. If the
+requests of a step are in the tree, a `CachedScheduler` only walks it. Otherwise a
+scheduler is made, which first gets all requests of the step so far. After `negotiate`
+and `depart` the events depend on other ranks, too, so nothing after these is
 remembered.
 """
 
@@ -47,17 +52,21 @@ EDITS = "gradients and optimizer state that the script has changed"
 
 @dataclass(slots=True)
 class HyperCheck:
-    """The hyper-parameters whose checksum this rank has sent, and those whose checksum it will send.
+    """The hyper-parameters whose checksum this rank has sent, and those whose checksum
+    it will send.
 
     Attributes:
         groups: the names of the parameter groups.
         optimizers: the optimizer of each group that the step was made with.
-        now: the hyper-parameters of the next update, as known in the last backward; None if the host would have to wait for the
-            device.
+        now: the hyper-parameters of the next update, as known in the last backward;
+            None if the host would have to wait for the device.
         last: the hyper-parameters of the last update.
-        edits: what a script has written into copies of the state since the last update, as text by name; the ranks compare it.
-        late_edits: the same of the last update, which the backward before it could not send.
-        is_late: whether `last` differs from the hyper-parameters whose checksum the backward before that update sent.
+        edits: what a script has written into copies of the state since the last update,
+            as text by name; the ranks compare it.
+        late_edits: the same of the last update, which the backward before it could not
+            send.
+        is_late: whether `last` differs from the hyper-parameters whose checksum the
+            backward before that update sent.
         scale: the loss scale; None where the host would have to wait for the device.
     """
 
@@ -71,18 +80,31 @@ class HyperCheck:
     scale: float | None = None
 
     def checksum(
-        self, updater: Updater, state: TrainState[Tensor], hyper: Hyper | None = None, *, num_parts: int = 1
+        self,
+        updater: Updater,
+        state: TrainState[Tensor],
+        hyper: Hyper | None = None,
+        *,
+        num_parts: int = 1,
     ) -> int:
         """A checksum of the numbers that this rank computes on its own.
 
-        These are the hyper-parameters of the next update, if the host knows the number of updates so far. If the checksum before
-        the last update did not include that update's hyper-parameters, they are added.
+        These are the hyper-parameters of the next update, if the host knows the number
+        of updates so far. If the checksum before the last update did not include that
+        update's hyper-parameters, they are added.
         """
         is_known = state.step.device.type == "cpu"
         self.now = updater.hyper(int(state.step)) if hyper is None and is_known else hyper
         scale = state.loss_scale.scale
         self.scale = float(scale) if hyper is None and scale.device.type == "cpu" else None
-        sent = (self.now, self.last if self.is_late else None, num_parts, self.scale, self.edits, self.late_edits)
+        sent = (
+            self.now,
+            self.last if self.is_late else None,
+            num_parts,
+            self.scale,
+            self.edits,
+            self.late_edits,
+        )
         return zlib.crc32(repr(sent).encode())
 
     def used(self, hyper: Hyper) -> None:
@@ -98,12 +120,15 @@ class HyperCheck:
                 return {}
             return hyper._replace(optimizers=hyper.optimizers or self.optimizers).named(self.groups)
 
-        late = {f"{subject}, used in the last update": values for subject, values in text(self.last).items()}
+        late = {
+            f"{subject}, used in the last update": values
+            for subject, values in text(self.last).items()
+        }
         loss = {"divided by": str(num_parts), "multiplied by": str(self.scale)}
         return text(self.now) | {"loss": loss, EDITS: self.late_edits | self.edits} | late
 
 
-# --- the answers of a unit scheduler -------------------------------------------------------------------------------
+# --- the answers of a unit scheduler --------------------------------------------------------------
 
 Answering: TypeAlias = Callable[..., tuple[Event, ...] | None]
 """A method of `UnitScheduler` that answers with events; None is no events."""
@@ -114,7 +139,9 @@ Request: TypeAlias = tuple[Answering, *tuple[Hashable, ...]]
 
 
 MOST_ANSWERS = 1 << 15
-"""The most answers that are kept, about 300 bytes each. Steps whose requests never repeat would fill the memory."""
+"""The most answers that are kept, about 300 bytes each. Steps whose requests never
+repeat would fill the memory.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +163,8 @@ class ScheduleCache:
 
 
 class CachedScheduler:
-    """A `UnitScheduler` for one accumulation window, which answers from the cache where it can.
+    """A `UnitScheduler` for one accumulation window, which answers from the cache where
+    it can.
 
     Args:
         make: makes a new scheduler for the same rules.
@@ -145,7 +173,8 @@ class CachedScheduler:
 
     def __init__(self, make: Callable[[], UnitScheduler], cache: ScheduleCache) -> None:
         self._make, self._cache = make, cache
-        self._node: _Answer | None = cache.root  # the node of the last request; None once no answer is kept
+        # the node of the last request; None once no answer is kept
+        self._node: _Answer | None = cache.root
         self._scheduler: UnitScheduler | None = None
 
     @property
@@ -183,7 +212,7 @@ class CachedScheduler:
         return events
 
 
-# --- all findings ----------------------------------------------------------------------------------------------------
+# --- all findings ---------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -191,18 +220,25 @@ class Learned:
     """The findings of a step so far, on one rank.
 
     Attributes:
-        orders: the orders of collectives, by run; None where every step negotiates them.
+        orders: the orders of collectives, by run; None where every step negotiates
+            them.
         schedule_cache: the answers of the unit scheduler.
         hyper: the hyper-parameters that this rank has compared with the others.
-        origin: the model's modules and values as the step knows them, for a check at each use of a state.
-        num_passes: the number of forwards, backwards and graphs so far; the ranks compare it.
-        moving_buffers: the names of module buffers that steps change, once the ranks have agreed on them.
+        origin: the model's modules and values as the step knows them, for a check at
+            each use of a state.
+        num_passes: the number of forwards, backwards and graphs so far; the ranks
+            compare it.
+        moving_buffers: the names of module buffers that steps change, once the ranks
+            have agreed on them.
         compared: the kinds of forwards whose parameters have been compared.
-        own_grads: checks in the first step that the module's own parameters got no gradients.
-        leaves: the parameters as the first forward got them, by name, until the next step.
+        own_grads: checks in the first step that the module's own parameters got no
+            gradients.
+        leaves: the parameters as the first forward got them, by name, until the next
+            step.
         lingering: the gathered buffers of which the model held views in the last step.
         sharing: the names of buffers that share memory, which a step must not change.
-        holds_still: whether any forward has excluded trained parameters from its gradients (`still`).
+        holds_still: whether any forward has excluded trained parameters from its
+            gradients (`still`).
     """
 
     orders: Orders | None
@@ -230,7 +266,10 @@ class Learned:
         """The events of a micro-step in order, once it is learned."""
         if self.orders is None:
             return None
-        runs: list[list[Run]] = [[("forward", "train")], [("backward",), ("backward", 0, "train", 0)]]
+        runs: list[list[Run]] = [
+            [("forward", "train")],
+            [("backward",), ("backward", 0, "train", 0)],
+        ]
         known = self.orders.learned
         halves = [next((known[run] for run in kinds if run in known), None) for kinds in runs]
         return None if None in halves else tuple(chain(*filter(None, halves)))
@@ -244,40 +283,63 @@ class Learned:
         return replace(self, orders=None)
 
 
-# --- tensors that a model keeps from the first step ----------------------------------------------------------------
+# --- tensors that a model keeps from the first step -----------------------------------------------
 
 
 def hold(run: StepRuntime, params: Mapping[str, StoredTensor]) -> None:
-    """Finds what the model has kept since the last step. Warns of views of gathered memory that are kept later.
+    """Finds what the model has kept since the last step. Warns of views of gathered
+    memory that are kept later.
 
     Views of the state's own flat buffers, `params`, follow it automatically.
     """
     learned, own = run.learned, dict(run.spec.model.named_parameters(remove_duplicate=False))
     homes = {flat.untyped_storage()._cdata for flat in params.values() if isinstance(flat, Tensor)}
     kept = {
-        each.memory.cdata: each.key for each in learned.lingering if each.is_held and each.memory.cdata not in homes
+        each.memory.cdata: each.key
+        for each in learned.lingering
+        if each.is_held and each.memory.cdata not in homes
     }
     if learned.leaves:
-        found = [Held(leaf, ref(own[name]), name, False) for name, leaf in learned.leaves if leaf() is not None]
+        found = [
+            Held(leaf, ref(own[name]), name, False)
+            for name, leaf in learned.leaves
+            if leaf() is not None
+        ]
         for x in gc.get_objects() if kept else ():
-            if type(x) is Tensor and has_storage(x) and (key := kept.get(x.untyped_storage()._cdata)):
+            if (
+                type(x) is Tensor
+                and has_storage(x)
+                and (key := kept.get(x.untyped_storage()._cdata))
+            ):
                 found += _view_of(x, run.plan.flats[key][1], own)
         run.binding.hold(found)
         learned.leaves = []
     elif kept:
         warnings.warn(
-            f"parameters of {min(kept.values())!r}: a tensor that a forward of an earlier step made without a copy (weight.data, "
-            f"weight.detach()) is still held, and keeps the values of that step, because stage 3 gathers others; if the "
-            f"model computes with it, make it anew in each forward; if not, hold a clone, which takes less memory",
+            f"parameters of {min(kept.values())!r}: a tensor that a forward of an earlier step "
+            f"made without a copy (weight.data, weight.detach()) is still held, and keeps the "
+            f"values of that step, because stage 3 gathers others; if the model computes with it, "
+            f"make it anew in each forward; if not, hold a clone, which takes less memory",
             stacklevel=4,
         )
 
 
 def _view_of(x: Tensor, buffer: FlatParamPlan, own: Mapping[str, Tensor]) -> Iterator[Held]:
-    """The `Held` of a view of a gathered flat buffer: with the parameter that has all of its elements."""
+    """The `Held` of a view of a gathered flat buffer: with the parameter that has all
+    of its elements.
+    """
     first = int(x.storage_offset())
     last = first + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     for name in buffer.layout.names:
         start, stop = buffer.layout.bounds(name)
         if start <= first and last < stop and x.dtype == own[name].dtype:
-            yield Held(ref(x), ref(own[name]), name, False, (*x.shape,), x.stride(), first - start, x.requires_grad)
+            yield Held(
+                ref(x),
+                ref(own[name]),
+                name,
+                False,
+                (*x.shape,),
+                x.stride(),
+                first - start,
+                x.requires_grad,
+            )

@@ -1,7 +1,8 @@
 """`agree`: makes the module buffers that steps change equal on all ranks.
 
-A forward writes into a buffer, or replaces it by another tensor. The ranks agree once on which buffers steps change. These
-are averaged in every step, so that BatchNorm's running statistics cover the global batch.
+A forward writes into a buffer, or replaces it by another tensor. The ranks agree once
+on which buffers steps change. These are averaged in every step, so that BatchNorm's
+running statistics cover the global batch.
 """
 
 from __future__ import annotations
@@ -26,14 +27,24 @@ if TYPE_CHECKING:
 
 def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]]) -> set[str]:
     """The names of buffers that were replaced by another tensor, or changed in place."""
-    return {n for n, (tensor, version) in before.items() if buffers[n] is not tensor or tensor._version != version}
+    return {
+        n
+        for n, (tensor, version) in before.items()
+        if buffers[n] is not tensor or tensor._version != version
+    }
 
 
 def check_no_views(model: nn.Module, holds: Callable[[Tensor], bool]) -> None:
-    """Raises ValueError if a persistent buffer of a bound model is in the memory of a parameter (`holds` decides)."""
+    """Raises ValueError if a persistent buffer of a bound model is in the memory of a
+    parameter (`holds` decides).
+    """
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set and holds(buffer):
+            if (
+                buffer is not None
+                and key not in module._non_persistent_buffers_set
+                and holds(buffer)
+            ):
                 raise not_a_view(f"{prefix}.{key}" if prefix else key)
 
 
@@ -44,21 +55,28 @@ def agree(
     before: Mapping[str, tuple[Tensor, int]],
     news_AW: Tensor,
 ) -> frozenset[str]:
-    """Makes the buffers that steps change equal on all ranks, and returns their names. *Collective:* every rank.
+    """Makes the buffers that steps change equal on all ranks, and returns their names.
+    *Collective:* every rank.
 
     Args:
         state: from before the step.
         buffers, before: after the forwards of the step, and before them (see `moved`).
-        news_AW: the number of buffers that changed for the first time, by micro-step and rank.
+        news_AW: the number of buffers that changed for the first time, by micro-step
+            and rank.
     """
     changed, moving = moved(buffers, before), run.learned.moving_buffers
     if moving is None:  # kernels such as BatchNorm's change a buffer without its version
-        changed |= run.statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
+        changed |= run.statistics | {
+            n for n in buffers if not torch.equal(buffers[n], state.buffers[n])
+        }
     check_unchanged(changed, run.learned.sharing)
     run.changes.check_unread(changed)
-    # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
+    # On CUDA the host would wait for the device here, to read whether any rank has a newly changed
+    # buffer.
     has_news = bool(news_AW.any()) if run.device.type == "cpu" else run.spec.schedule != "learned"
-    return make_equal(buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.changes.ranges)
+    return make_equal(
+        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.changes.ranges
+    )
 
 
 def make_equal(
@@ -70,16 +88,20 @@ def make_equal(
     has_news: bool,
     ranges: Collection[str] = (),
 ) -> frozenset[str]:
-    """Makes buffers that steps change equal on all ranks, in place: averages inexact ones, takes rank 0's others.
+    """Makes buffers that steps change equal on all ranks, in place: averages inexact
+    ones, takes rank 0's others.
 
     *Collective:* every rank.
 
     Args:
         buffers: all buffers, after the forwards of this step.
         moved: the names of the buffers that changed on this rank.
-        moving: the names that the ranks have agreed on so far; None before the first agreement.
-        ranges: the buffers that hold (min, max), of which all ranks take the least and the largest.
-        has_news: whether, on any rank, a buffer changed that is not in `moving`; then the ranks agree again.
+        moving: the names that the ranks have agreed on so far; None before the first
+            agreement.
+        ranges: the buffers that hold (min, max), of which all ranks take the least and
+            the largest.
+        has_news: whether, on any rank, a buffer changed that is not in `moving`; then
+            the ranks agree again.
 
     Returns:
         The names of the buffers that steps change.
@@ -95,8 +117,9 @@ def make_equal(
     unexpected = moved - moving
     if unexpected:
         raise ValueError(
-            f"buffer {min(unexpected)!r}: changed for the first time after the first step (on the CPU: in the backward), too "
-            f"late for the ranks to agree to average it; change it once in the first forward"
+            f"buffer {min(unexpected)!r}: changed for the first time after the first step (on the "
+            f"CPU: in the backward), too late for the ranks to agree to average it; change it once "
+            f"in the first forward"
         )
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for name, buffer in buffers.items():
@@ -106,14 +129,19 @@ def make_equal(
     for alike in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in alike])
         rows_WN = collectives.stack(flat, world, label=Label("buffers", phase="update"))
-        agreed = agreed_buffers(rows_WN, range_places([(b.numel(), id(b) in of_range) for b in alike]))
-        for buffer, values in zip(alike, torch.split(agreed, [buffer.numel() for buffer in alike]), strict=True):
+        agreed = agreed_buffers(
+            rows_WN, range_places([(b.numel(), id(b) in of_range) for b in alike])
+        )
+        for buffer, values in zip(
+            alike, torch.split(agreed, [buffer.numel() for buffer in alike]), strict=True
+        ):
             buffer.copy_(values.view(buffer.shape))
     return moving
 
 
 def range_places(sizes: Iterable[tuple[int, bool]]) -> list[int]:
-    """The index of the minimum of each range (min, max) in the concatenation of these buffers.
+    """The index of the minimum of each range (min, max) in the concatenation of these
+    buffers.
 
     Args:
         sizes: the elements of each buffer, and whether it is a range.
@@ -129,10 +157,12 @@ def range_places(sizes: Iterable[tuple[int, bool]]) -> list[int]:
 
 
 def agreed_buffers(rows_WN: Tensor, ranges: Sequence[int] = ()) -> Tensor:
-    """One value (N,) for the module buffers of all ranks: the mean for floating and complex ones, rank 0's for others.
+    """One value (N,) for the module buffers of all ranks: the mean for floating and
+    complex ones, rank 0's for others.
 
     Args:
-        ranges: the indices of (min, max) pairs; of these the least and the largest value of all ranks are taken.
+        ranges: the indices of (min, max) pairs; of these the least and the largest
+            value of all ranks are taken.
     """
     if not (rows_WN.dtype.is_floating_point or rows_WN.dtype.is_complex):
         return rows_WN[0]

@@ -1,4 +1,5 @@
-"""The errors at the end of a step, with their causes, and the note for a rank that has no memory left.
+"""The errors at the end of a step, with their causes, and the note for a rank that has
+no memory left.
 
 `fzero.runtime.finish` finds that a step may not go on, and raises them.
 """
@@ -36,7 +37,9 @@ GIB = 2**30
 
 
 def first_overflow(run: StepRuntime, state: TrainState[Tensor]) -> str | None:
-    """The first parameter whose gradient is not finite; see `TrainStep.first_overflow`. *Collective.*"""
+    """The first parameter whose gradient is not finite; see `TrainStep.first_overflow`.
+    *Collective.*
+    """
     order = {name: index for index, (name, _) in enumerate(run.spec.model.named_parameters())}
     first, mesh = len(order), run.mesh
     trained = [buffer for buffer in run.plan.flat_buffers if buffer.trainable]
@@ -51,15 +54,20 @@ def first_overflow(run: StepRuntime, state: TrainState[Tensor]) -> str | None:
 
 
 def check_used(run: StepRuntime, used: Collection[str]) -> None:
-    """Raises on every rank where a trained parameter got no gradient on some rank. *Collective:* a number per parameter.
+    """Raises on every rank where a trained parameter got no gradient on some rank.
+    *Collective:* a number per parameter.
 
     Args:
         used: the parameters that got a gradient on this rank, or need none.
     """
-    trained = {name for buffer in run.plan.flat_buffers if buffer.trainable for name in buffer.layout.names}
+    trained = {
+        name for buffer in run.plan.flat_buffers if buffer.trainable for name in buffer.layout.names
+    }
     names = [name for name, _ in run.spec.model.named_parameters() if name in trained]
     is_unused = torch.tensor([float(name not in used) for name in names], device=run.device)
-    unused_WN = collectives.stack(is_unused, run.mesh.world, label=Label("other", "of unused parameters", "update"))
+    unused_WN = collectives.stack(
+        is_unused, run.mesh.world, label=Label("other", "of unused parameters", "update")
+    )
     lines = [
         f"{name!r} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         for name, of_name in zip(names, unused_WN.T.tolist(), strict=True)
@@ -67,8 +75,9 @@ def check_used(run: StepRuntime, used: Collection[str]) -> None:
     ]
     if lines:
         raise ValueError(
-            f"zero_optimization.ignore_unused_parameters: is false, and the loss does not depend on {'; '.join(lines)}; compute "
-            f"the loss from all of them, freeze them with requires_grad_(False), or leave the key out: then their gradient is 0"
+            f"zero_optimization.ignore_unused_parameters: is false, and the loss does not depend "
+            f"on {'; '.join(lines)}; compute the loss from all of them, freeze them with "
+            f"requires_grad_(False), or leave the key out: then their gradient is 0"
         )
 
 
@@ -78,23 +87,32 @@ def what_is_not_finite(run: StepRuntime, outcome: Outcome, state: TrainState[Ten
     if run.rules.skips_overflow:
         return (
             f"fp16.min_loss_scale: the gradient overflows with the loss scale at its minimum "
-            f"{state.loss_scale.scale.item():g}, first in {name!r}; the state was not updated: look at this batch, lower the "
-            f"learning rate, or use bf16"
+            f"{state.loss_scale.scale.item():g}, first in {name!r}; the state was not updated: "
+            f"look at this batch, lower the learning rate, or use bf16"
         )
     losses_AW = outcome.loss_stats[..., 0]
     by_rank = losses_AW.mean(dim=0).tolist()
     ranks = [rank for rank, value in enumerate(by_rank) if not math.isfinite(value)]
     mean = losses_AW.mean().item()
-    what = f"loss is not finite on ranks {ranks}" if ranks else f"loss is {mean:.6g}, its gradient is not finite"
+    what = (
+        f"loss is not finite on ranks {ranks}"
+        if ranks
+        else f"loss is {mean:.6g}, its gradient is not finite"
+    )
     return (
         f"step {int(state.step)}: {what} (losses {by_rank}, gradient norm {outcome.norm.item():.6g}"
         + (f", first parameter {name!r}" if name else "")
-        + "); the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
+        + (
+            "); the state was not updated: lower the learning rate, set gradient_clipping, "
+            "or look at this batch"
+        )
     )
 
 
 def differing_passes(numbers_W: Tensor) -> CollectiveError:
-    """The error for ranks whose forward-backwards have different numbers (`fzero.runtime.finish.number_of`)."""
+    """The error for ranks whose forward-backwards have different numbers
+    (`fzero.runtime.finish.number_of`).
+    """
     is_update, passes_W = numbers_W == math.inf, numbers_W.abs()
     is_last = (numbers_W > 0) & ~is_update
     if is_update.any() or (passes_W == passes_W[0]).all():
@@ -108,23 +126,24 @@ def differing_passes(numbers_W: Tensor) -> CollectiveError:
             if (ranks := of_rank.nonzero().flatten().tolist())
         ]
         return CollectiveError(
-            f"gradient accumulation: every rank must call backward and step equally often, and one call was "
-            f"{', '.join(doing)}; give all ranks the same number of micro-batches (a loader with drop_last=True, say), and "
-            f"start the job again from a checkpoint"
+            f"gradient accumulation: every rank must call backward and step equally often, and one "
+            f"call was {', '.join(doing)}; give all ranks the same number of micro-batches (a "
+            f"loader with drop_last=True, say), and start the job again from a checkpoint"
         )
     if (passes_W.floor() == passes_W[0].floor()).all():
         return CollectiveError(
-            "requires_grad: must be the same on all ranks for each parameter, and differs; freeze and unfreeze on every "
-            "rank, before the same forward"
+            "requires_grad: must be the same on all ranks for each parameter, and differs; freeze "
+            "and unfreeze on every rank, before the same forward"
         )
     return CollectiveError(
-        f"the ranks are in different steps: they have run {[int(n) for n in passes_W]} passes. Either an error was raised "
-        f"at different places on different ranks, or only some ranks called a collective method (trace_comm, evaluate, a "
-        f"further forward or backward); end the job, and start it again from a checkpoint"
+        f"the ranks are in different steps: they have run {[int(n) for n in passes_W]} passes. "
+        f"Either an error was raised at different places on different ranks, or only some ranks "
+        f"called a collective method (trace_comm, evaluate, a further forward or backward); end "
+        f"the job, and start it again from a checkpoint"
     )
 
 
-# --- out of memory -----------------------------------------------------------------------------------------------
+# --- out of memory --------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -138,7 +157,9 @@ def explained(plan: Plan) -> Iterator[None]:
 
 
 def explain(error: BaseException, plan: Plan) -> None:
-    """Adds a note to an error for want of memory, once: the plan's numbers, what was allocated, and where a snapshot is."""
+    """Adds a note to an error for want of memory, once: the plan's numbers, what was
+    allocated, and where a snapshot is.
+    """
     if any(note.startswith("fzero: planned") for note in getattr(error, "__notes__", ())):
         return
     if isinstance(error, torch.OutOfMemoryError):
@@ -148,54 +169,74 @@ def explain(error: BaseException, plan: Plan) -> None:
 
 
 NO_HOST_MEMORY = ("can't allocate memory", "not enough memory")
-"""Parts of the messages of torch's allocator of host memory, which raises a plain RuntimeError."""
+"""Parts of the messages of torch's allocator of host memory, which raises a plain
+RuntimeError.
+"""
 
 
 def _note(plan: Plan, measured: str) -> str:
     state = " · ".join(memory_lines(plan.bytes_per_rank, plan.bytes_by_memory))
     gathered = plan.unit_rules.most_gathered()
     return (
-        f"fzero: planned, without activations: {state}, and at most {gathered:,} gathered elements at a time. {measured} For "
-        f"less: smaller micro-batches, checkpoint=1, a higher stage, or offload_optimizer; `fzero plan` compares settings, and "
-        f"counts activations with --batch and --sequence or --sample"
+        f"fzero: planned, without activations: {state}, and at most {gathered:,} gathered elements "
+        f"at a time. {measured} For less: smaller micro-batches, checkpoint=1, a higher stage, or "
+        f"offload_optimizer; `fzero plan` compares settings, and counts activations with --batch "
+        f"and --sequence or --sample"
     )
 
 
 def _on_gpu() -> str:
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return f"Measured at the peak: {peak / GIB:.3f} GiB allocated, {reserved / GIB:.3f} GiB reserved. {_snapshot()}"
+    return (
+        f"Measured at the peak: {peak / GIB:.3f} GiB allocated, {reserved / GIB:.3f} GiB "
+        f"reserved. {_snapshot()}"
+    )
 
 
 def _on_host() -> str:
     limit, free = getrlimit(RLIMIT_AS)[0], available_memory()
-    limited = "" if limit == RLIM_INFINITY else f", of an address space limited to {limit / GIB:.3f} GiB (ulimit -v)"
+    limited = (
+        ""
+        if limit == RLIM_INFINITY
+        else f", of an address space limited to {limit / GIB:.3f} GiB (ulimit -v)"
+    )
     peak = process_memory("VmHWM") / GIB
     return (
-        f"Measured: {peak:.3f} GiB resident at this process's peak{limited}; {free / GIB:.3f} GiB are free on the machine. "
-        f"{_tensors_of_python()}"
+        f"Measured: {peak:.3f} GiB resident at this process's peak{limited}; {free / GIB:.3f} GiB "
+        f"are free on the machine. {_tensors_of_python()}"
     )
 
 
 def _tensors_of_python(num_shown: int = 5) -> str:
-    """The bytes of the tensors in host memory that Python objects hold, and the largest of them, by storage.
+    """The bytes of the tensors in host memory that Python objects hold, and the largest
+    of them, by storage.
 
-    PyTorch keeps no list of its allocations in host memory. Tensors that only autograd holds are not found.
+    PyTorch keeps no list of its allocations in host memory. Tensors that only autograd
+    holds are not found.
     """
     found: dict[int, tuple[int, str]] = {}
     try:
         for x in gc.get_objects():
-            if type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout == torch.strided:
+            if (
+                type(x) in (Tensor, torch.nn.Parameter)
+                and x.device.type == "cpu"
+                and x.layout == torch.strided
+            ):
                 storage = x.untyped_storage()
                 if storage.nbytes() > found.get(storage.data_ptr(), (-1, ""))[0]:
                     text = (
-                        f"{storage.nbytes():,} bytes of a {str(x.dtype).removeprefix('torch.')} tensor {tuple(x.shape)}"
+                        f"{storage.nbytes():,} bytes of a "
+                        f"{str(x.dtype).removeprefix('torch.')} tensor {tuple(x.shape)}"
                     )
                     found[storage.data_ptr()] = storage.nbytes(), text
     except Exception as error:  # the first error counts
         return f"Tensors were not listed: {error}."
     largest = "; ".join(text for _, text in sorted(found.values(), reverse=True)[:num_shown])
     total = sum(nbytes for nbytes, _ in found.values())
-    return f"Tensors that Python holds: {total / GIB:.3f} GiB, without those that only autograd holds; the largest: {largest}."
+    return (
+        f"Tensors that Python holds: {total / GIB:.3f} GiB, without those that only autograd "
+        f"holds; the largest: {largest}."
+    )
 
 
 def _snapshot() -> str:

@@ -1,8 +1,11 @@
-"""`ParamViews`: the values that modules get instead of parameters, between two updates on one rank.
+"""`ParamViews`: the values that modules get instead of parameters, between two updates
+on one rank.
 
-It stands between the gather and the module. A value is computed from gathered parameters and n, the number of updates so far; so
-it is the same in the forward, in the backward's second gather and in all stages. It is kept until the update where
-`stage3_max_live_parameters` has room for it (`kept_units`), and otherwise computed each time its unit is gathered.
+It stands between the gather and the module. A value is computed from gathered
+parameters and n, the number of updates so far; so it is the same in the forward, in the
+backward's second gather and in all stages. It is kept until the update where
+`stage3_max_live_parameters` has room for it (`kept_units`), and otherwise computed each
+time its unit is gathered.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from fzero.model.transforms import Number, ParamView, PulledGrad, Size, Tensors,
 from fzero.plans.plan import Plan, UnitPlan
 
 
-def seen_numel(unit: UnitPlan, names: Collection[str], sizes: Mapping[str, Size] = {}) -> dict[str, int]:
-    """The elements of a unit's parameters with other values, by the dtype in which modules see them.
+def seen_numel(
+    unit: UnitPlan, names: Collection[str], sizes: Mapping[str, Size] = {}
+) -> dict[str, int]:
+    """The elements of a unit's parameters with other values, by the dtype in which
+    modules see them.
 
     Args:
         names: the parameters with views.
@@ -34,11 +40,15 @@ def seen_numel(unit: UnitPlan, names: Collection[str], sizes: Mapping[str, Size]
     return found
 
 
-def kept_units(plan: Plan, names: Collection[str], sizes: Mapping[str, Size] = {}) -> frozenset[str]:
-    """The gathered units whose values are kept from the forward to the backward, and for further micro-steps.
+def kept_units(
+    plan: Plan, names: Collection[str], sizes: Mapping[str, Size] = {}
+) -> frozenset[str]:
+    """The gathered units whose values are kept from the forward to the backward, and
+    for further micro-steps.
 
-    Their elements count as live parameters. Units are taken in the order of declaration, as long as
-    `stage3_max_live_parameters` has room beside the units that a step gathers at once.
+    Their elements count as live parameters. Units are taken in the order of
+    declaration, as long as `stage3_max_live_parameters` has room beside the units that
+    a step gathers at once.
 
     Args:
         names, sizes: see `seen_numel`.
@@ -59,12 +69,14 @@ class ParamViews:
         views: the views of each parameter, in the order of their application.
         num_updates: reads n; called only if there are views.
         buffers: the module buffers, which views may read.
-        units: the plan whose `kept_units` are kept; None keeps none, for forwards without a backward.
+        units: the plan whose `kept_units` are kept; None keeps none, for forwards
+            without a backward.
         sizes: see `seen_numel`.
 
     Attributes:
         is_on: the parameters with another value now.
-        relayed: those whose gradients train other parameters, too; these are needed even if the parameter is frozen.
+        relayed: those whose gradients train other parameters, too; these are needed
+            even if the parameter is frozen.
     """
 
     def __init__(
@@ -77,12 +89,22 @@ class ParamViews:
         sizes: Mapping[str, Size] = {},
     ) -> None:
         self._buffers, self._n = buffers, int(num_updates()) if views else 0
-        on = {name: tuple(view for view in own if self._n >= view.offset) for name, own in views.items()}
+        on = {
+            name: tuple(view for view in own if self._n >= view.offset)
+            for name, own in views.items()
+        }
         self.is_on = {name: own for name, own in on.items() if own}
-        self.relayed = frozenset(name for name, own in self.is_on.items() if any(view.trains for view in own))
+        self.relayed = frozenset(
+            name for name, own in self.is_on.items() if any(view.trains for view in own)
+        )
         self._by_unit: dict[str, dict[str, Tensor]] = {}
-        self._shared: dict[str, dict[str, Tensor]] = {}  # per parameter: the tensors that its views share
-        self._kept = kept_units(units, self.is_on, sizes) if units is not None and self.is_on else frozenset[str]()
+        # per parameter: the tensors that its views share
+        self._shared: dict[str, dict[str, Tensor]] = {}
+        self._kept = (
+            kept_units(units, self.is_on, sizes)
+            if units is not None and self.is_on
+            else frozenset[str]()
+        )
 
     def of(self, unit: UnitPlan, full: Callable[[], Tensors]) -> dict[str, Tensor]:
         """The values that differ from the parameters of a unit in use, by name.
@@ -99,7 +121,9 @@ class ParamViews:
         return found
 
     def among(self, full: Tensors) -> dict[str, Tensor]:
-        """The values that differ from the parameters, for a model whose parameters are all gathered."""
+        """The values that differ from the parameters, for a model whose parameters are
+        all gathered.
+        """
         values = self._computed(sorted(self.is_on), full)
         self._shared.clear()  # no backward needs them
         return values
@@ -118,12 +142,16 @@ class ParamViews:
         return found
 
     def _read(self, name: str) -> dict[str, Tensor]:
-        """The module buffers that the views of a parameter read, and the tensors that they share."""
+        """The module buffers that the views of a parameter read, and the tensors that
+        they share.
+        """
         read = (key for view in self.is_on[name] for key in view.reads if key in self._buffers)
         return {key: self._buffers[key] for key in read} | self._shared.get(name, {})
 
     def forget(self, unit: str) -> dict[str, Tensor]:
-        """Drops the values of a unit that is released, unless they are kept, and returns them."""
+        """Drops the values of a unit that is released, unless they are kept, and
+        returns them.
+        """
         values = {} if unit in self._kept else self._by_unit.pop(unit, {})
         for name in values if self._shared else ():
             self._shared.pop(name, None)
@@ -134,8 +162,11 @@ class ParamViews:
         self._by_unit.clear()
         self._shared.clear()
 
-    def pulled(self, name: str, grad: Tensor, full: Callable[[Collection[str]], Tensors]) -> dict[str, PulledGrad]:
-        """The gradients of a parameter and of those that its views train, from the gradient of its value.
+    def pulled(
+        self, name: str, grad: Tensor, full: Callable[[Collection[str]], Tensors]
+    ) -> dict[str, PulledGrad]:
+        """The gradients of a parameter and of those that its views train, from the
+        gradient of its value.
 
         Args:
             full: returns parameters of its unit, by name; called where views need them.

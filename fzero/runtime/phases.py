@@ -1,7 +1,9 @@
-"""The parts of an eager step, as functions of its runtime: begin, forward, backward, collect, finish, update.
+"""The parts of an eager step, as functions of its runtime: begin, forward, backward,
+collect, finish, update.
 
-`TrainStep` documents them for users. `Eager` composes the first four for a batch; a loop that runs its own code between the
-parts calls them one by one, on an `AccumulationWindow`.
+`TrainStep` documents them for users. `Eager` composes the first four for a batch; a
+loop that runs its own code between the parts calls them one by one, on an
+`AccumulationWindow`.
 
 Shape letters: A micro-steps, W ranks.
 """
@@ -58,7 +60,9 @@ State = TrainState[Tensor]
 
 
 class AccumulationWindow(NamedTuple):
-    """The forwards and backwards since the last update; their gradients are in `state.grads`."""
+    """The forwards and backwards since the last update; their gradients are in
+    `state.grads`.
+    """
 
     state: State
     work: ForwardBackward
@@ -69,25 +73,30 @@ class AccumulationWindow(NamedTuple):
     num_updates: Callable[[], int]
     """Reads the number of updates so far."""
     loss_stats: tuple[Tensor, ...] = ()
-    """Per backward, every rank's (loss, weight or -1, number of forwards and backwards so far, checksum of hyper-parameters,
-    number of module buffers that changed for the first time), shape (W, 5)."""
+    """Per backward, every rank's (loss, weight or -1, number of forwards and backwards
+    so far, checksum of hyper-parameters, number of module buffers that changed for the
+    first time), shape (W, 5)."""
     is_sum: bool = False
     """Whether losses are sums."""
     is_bound: bool = False
-    """Whether the model is bound for all forwards and backwards (`bound_throughout`), so that none of them binds it again."""
+    """Whether the model is bound for all forwards and backwards (`bound_throughout`),
+    so that none of them binds it again.
+    """
 
 
-# --- a step on a batch -------------------------------------------------------------------------------------------
+# --- a step on a batch ----------------------------------------------------------------------------
 
 
 def check(run: StepRuntime, state: State, batch: Any) -> tuple[State, list[Any]]:
-    """The state that a step may write into, and its micro-batches. Raises as `TrainStep.__call__` says."""
+    """The state that a step may write into, and its micro-batches. Raises as
+    `TrainStep.__call__` says.
+    """
     if run.observer:
         run.observer.sees(batch)
     if is_bound(run.spec.model):
         raise RuntimeError(
-            "step: must not be called inside a forward of its own model, got a call inside; call it after the forward, or "
-            "compute there with the model itself"
+            "step: must not be called inside a forward of its own model, got a call inside; call "
+            "it after the forward, or compute there with the model itself"
         )
     _check_state(run, state)
     # Before random_state: the user's iterator must not draw from the state's generators.
@@ -110,9 +119,15 @@ class Eager:
         with random_state(state.rng, run.device) as rng, bound_throughout(run, window) as window:
             for index, micro_batch in enumerate(micro_batches):
                 loss, weight = forward(run, window, partial(loss_of_batch, run, micro_batch))
-                # A mean is divided here. A sum is divided in the update, when all weights are known.
-                num_parts, is_last = len(micro_batches) if weight is None else 1, index == len(micro_batches) - 1
-                window = backward(run, window, loss, weight=weight, num_parts=num_parts, is_last=is_last)
+                # A mean is divided here. A sum is divided in the update, when all weights are
+                # known.
+                num_parts, is_last = (
+                    len(micro_batches) if weight is None else 1,
+                    index == len(micro_batches) - 1,
+                )
+                window = backward(
+                    run, window, loss, weight=weight, num_parts=num_parts, is_last=is_last
+                )
         return collect(run, window, rng)
 
     def evaluate(self, run: StepRuntime, state: State, batch: Any) -> Tensor:
@@ -130,7 +145,7 @@ class Eager:
         return self
 
 
-# --- its parts ---------------------------------------------------------------------------------------------------
+# --- its parts ------------------------------------------------------------------------------------
 
 
 def begin(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
@@ -169,12 +184,20 @@ def open_window(run: StepRuntime, state: State, *, measures_early: bool) -> Accu
     transfer, num_updates = run.offload.transfer(run.scratch), read_later(state.step)
     seen, changes = NO_VIEWS, run.changes
     if changes.views:
-        seen = ParamViews(changes.views, num_updates, state.buffers, units=run.plan, sizes=changes.sizes)
+        seen = ParamViews(
+            changes.views, num_updates, state.buffers, units=run.plan, sizes=changes.sizes
+        )
     work = ForwardBackward(
-        run.inner_plan, run.mesh, run.inner_params(state.params, transfer), state.grads, learned, transfer,
-        hook_states=state.hook_states, norms=GradNorms(run.rules.loss.of_shard, in_memory=measures_early),
+        run.inner_plan,
+        run.mesh,
+        run.inner_params(state.params, transfer),
+        state.grads,
+        learned,
+        transfer,
+        hook_states=state.hook_states,
+        norms=GradNorms(run.rules.loss.of_shard, in_memory=measures_early),
         seen=seen,
-    )  # fmt: skip
+    )
     learned.lingering = work.gathers.lingering
     return AccumulationWindow(state, work, buffers, before, num_updates)
 
@@ -225,7 +248,12 @@ def backward(
         given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
         raise ValueError(f"backward: loss must be a 0-d tensor, got {given}; take its mean or sum")
     scaled = scaled_loss(run, window, loss)
-    how: dict[str, Any] = {"weight": weight, "num_parts": num_parts, "is_last": is_last, "keeps": keeps}
+    how: dict[str, Any] = {
+        "weight": weight,
+        "num_parts": num_parts,
+        "is_last": is_last,
+        "keeps": keeps,
+    }
     with going_back(run, window, visits_of(scaled, window.work), loss, **how) as after:
         torch.autograd.backward(scaled, retain_graph=keeps)
     return after[0]
@@ -263,7 +291,11 @@ def going_back(
     """
     learned, work = run.learned, window.work
     learned.num_passes += 1
-    newly_moved = moved(window.buffers, window.before) - (learned.moving_buffers or set()) if window.buffers else ()
+    newly_moved = (
+        moved(window.buffers, window.before) - (learned.moving_buffers or set())
+        if window.buffers
+        else ()
+    )
     if is_last and run.offload.has_files:
         run.offload.read_ahead(window.state, work.forwards.still_buffers(run.plan.flat_buffers))
     number = number_of(learned.num_passes, work.forwards.still, is_last=is_last)
@@ -273,43 +305,65 @@ def going_back(
         profiler_range("backward"),
         bound_to(run, window, lambda: visits),
         work.backward(
-            visits, loss_row(loss, weight, number, checksum, len(newly_moved)),
-            grad_scale=1 / (run.rules.loss.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last,
-            keeps=keeps, check=(lambda rows: check_passes(rows[:, 2])) if learned.holds_still else None,
+            visits,
+            loss_row(loss, weight, number, checksum, len(newly_moved)),
+            grad_scale=1 / (run.rules.loss.predivide * num_parts),
+            is_first=not window.loss_stats,
+            is_last=is_last,
+            keeps=keeps,
+            check=(lambda rows: check_passes(rows[:, 2])) if learned.holds_still else None,
             needs_grads=needs_grads,
         ) as rows,
-    ):  # fmt: skip
+    ):
         yield after
     (stats_W5,) = rows
     check_alike(stats_W5[:, 2:4], run.mesh.world, partial(learned.hyper.named, num_parts))
     if learned.own_grads is not None:
         learned.own_grads.check()
-    after.append(window._replace(loss_stats=(*window.loss_stats, stats_W5), is_sum=weight is not None))
+    after.append(
+        window._replace(loss_stats=(*window.loss_stats, stats_W5), is_sum=weight is not None)
+    )
 
 
 @contextmanager
-def passing(run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps: bool) -> Iterator[None]:
+def passing(
+    run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps: bool
+) -> Iterator[None]:
     """See `TrainStep.passing`."""
-    with bound_to(run, window, partial(visits_in, loss, window.work)), window.work.passing(loss, keeps=keeps):
+    with (
+        bound_to(run, window, partial(visits_in, loss, window.work)),
+        window.work.passing(loss, keeps=keeps),
+    ):
         yield
 
 
 def check_window(window: AccumulationWindow) -> None:
-    """Raises unless the window holds the gradients of at least one backward and no error has ended it."""
-    rule, fix = "given the AccumulationWindow of the last backward", "pass what step.backward(...) returned"
+    """Raises unless the window holds the gradients of at least one backward and no
+    error has ended it.
+    """
+    rule, fix = (
+        "given the AccumulationWindow of the last backward",
+        "pass what step.backward(...) returned",
+    )
     check_kind("update", window, AccumulationWindow, rule, fix)
     check_not_donated(window.state)
     if window.work.status == "over":
         raise RuntimeError(
-            "update: must be of a window that no error has ended, and an error did, so that gradients are missing; begin "
-            "another window with the same state"
+            "update: must be of a window that no error has ended, and an error did, so that "
+            "gradients are missing; begin another window with the same state"
         )
     if not window.loss_stats:
-        raise ValueError("update: needs a backward since the last one, and there was none; call backward(loss) first")
+        raise ValueError(
+            "update: needs a backward since the last one, and there was none; call backward(loss) "
+            "first"
+        )
 
 
-def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor] | None = None) -> Collected:
-    """Ends a window: takes its gradients, and makes the module buffers that steps change equal on all ranks.
+def collect(
+    run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor] | None = None
+) -> Collected:
+    """Ends a window: takes its gradients, and makes the module buffers that steps
+    change equal on all ranks.
 
     *Collective:* every rank.
 
@@ -325,76 +379,115 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     if run.offload.passes_use_files:
         run.agree_on_files(state)
     stats_AW5 = torch.stack(window.loss_stats)
-    moving = agree(run, state, buffers, window.before, stats_AW5[..., 4]) if buffers else frozenset[str]()
+    moving = (
+        agree(run, state, buffers, window.before, stats_AW5[..., 4])
+        if buffers
+        else frozenset[str]()
+    )
     learned.moving_buffers, learned.own_grads = moving, None
     hook_states: dict[str, Any] = work.reductions.hook_states
     return Collected(
-        state, stats_AW5[..., :4], window.is_sum, buffers, state.rng if rng is None else rng, hook_states,
-        run.updater.hyper(window.num_updates()), transfer=work.transfer, norms=work.reductions.norms,
+        state,
+        stats_AW5[..., :4],
+        window.is_sum,
+        buffers,
+        state.rng if rng is None else rng,
+        hook_states,
+        run.updater.hyper(window.num_updates()),
+        transfer=work.transfer,
+        norms=work.reductions.norms,
         still=work.forwards.still_buffers(run.plan.flat_buffers),
-    )  # fmt: skip
+    )
 
 
 def finish_step(run: StepRuntime, collected: Collected) -> Finished:
-    """Loss, norm, overflow and factor of a step, checked. *Collective* where there are several shards: sends one number.
+    """Loss, norm, overflow and factor of a step, checked. *Collective* where there are
+    several shards: sends one number.
 
     Raises:
-        FloatingPointError: on every rank, when loss or gradient are not finite and no overflow is skipped.
+        FloatingPointError: on every rank, when loss or gradient are not finite and no
+            overflow is skipped.
     """
     state, result = collected.state, collected.outcome and Finished(collected.outcome)
     if result is None:
         mesh, grads, transfer, rules = run.mesh, state.grads, collected.transfer, run.rules
         assert transfer is not None
         cut = [b for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
-        norms = {b.key: None if collected.norms is None else collected.norms.of(b.key, grads[b.key]) for b in cut}
+        norms = {
+            b.key: None if collected.norms is None else collected.norms.of(b.key, grads[b.key])
+            for b in cut
+        }
         if unknown := [b for b in cut if norms[b.key] is None]:
-            shards = [(stream_name("grads", b.key), own_shard(grads[b.key], b, mesh.shard)) for b in unknown]
+            shards = [
+                (stream_name("grads", b.key), own_shard(grads[b.key], b, mesh.shard))
+                for b in unknown
+            ]
             measured = map(rules.loss.of_shard, transfer.each(shards))
             norms |= dict(zip((b.key for b in unknown), measured, strict=True))
-        own = run.job.norm_parts([number for number in norms.values() if number is not None], run.device)
+        own = run.job.norm_parts(
+            [number for number in norms.values() if number is not None], run.device
+        )
         stack = partial(mesh.stack, label=Label("norm", phase="update"))
         parts_F = norm_parts(rules.loss, own, stack=stack, device=run.device)
-        result = finish(rules, collected.loss_stats, parts_F, state.loss_scale, is_sum=collected.is_sum)
+        result = finish(
+            rules, collected.loss_stats, parts_F, state.loss_scale, is_sum=collected.is_sum
+        )
     check_outcome(run, result.outcome, state, run.learned.hyper.named, is_sum=collected.is_sum)
     return result
 
 
 def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
-    """The updated state; its counter is still that of the step. *Collective:* see `Updater.update`."""
-    state = taken(collected.state)  # before the first write: a state whose update raised must not be used again
+    """The updated state; its counter is still that of the step. *Collective:* see
+    `Updater.update`.
+    """
+    # before the first write: a state whose update raised must not be used again
+    state = taken(collected.state)
     run.learned.hyper.used(collected.hyper)
     if collected.outcome is None:  # otherwise a graph has made the update
         skip = result.skip if run.rules.skips_overflow else None
-        state = run.updater.update(state, result.factor, skip, hyper=collected.hyper, still=collected.still)
+        state = run.updater.update(
+            state, result.factor, skip, hyper=collected.hyper, still=collected.still
+        )
     if run.observer:
         run.observer.has_updated()
     return state
 
 
-# --- helpers -----------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def bound_throughout(run: StepRuntime, window: AccumulationWindow) -> Iterator[AccumulationWindow]:
-    """Binds the model once for all forwards and backwards of a window, where it can; yields the window."""
+    """Binds the model once for all forwards and backwards of a window, where it can;
+    yields the window.
+    """
     # What a forward assigns to module buffers, or writes into `.grad`, is known after its binding.
     if window.buffers or run.learned.own_grads is not None or run.changes.is_by_forward:
         yield window
         return
-    window.work.given.share(run.plan.num_micro_steps > 1 and window.work.gathers_nothing and not run.changes.views)
+    window.work.given.share(
+        run.plan.num_micro_steps > 1 and window.work.gathers_nothing and not run.changes.views
+    )
     with bound_to(run, window, lambda: ()):
         yield window._replace(is_bound=True)
 
 
 @contextmanager
-def bound_to(run: StepRuntime, window: AccumulationWindow, forwards: Callable[[], Collection[int]]) -> Iterator[None]:
-    """Inside, the model computes with the tensors of a window; `forwards`: the numbers of those that run, or run again."""
+def bound_to(
+    run: StepRuntime, window: AccumulationWindow, forwards: Callable[[], Collection[int]]
+) -> Iterator[None]:
+    """Inside, the model computes with the tensors of a window; `forwards`: the numbers
+    of those that run, or run again.
+    """
     if window.is_bound:
         yield
         return
 
     def call() -> Call:
-        how: dict[str, Any] = {"again": partial(recomputing, window.work), "moving": run.learned.moving_buffers}
+        how: dict[str, Any] = {
+            "again": partial(recomputing, window.work),
+            "moving": run.learned.moving_buffers,
+        }
         return run.call(window.num_updates, micro=lambda: _only(forwards()), **how)
 
     forwards_of = run.changes.bound(run.spec.model, call) if run.changes.wrapping else nullcontext()
@@ -406,8 +499,9 @@ def _only(forwards: Collection[int]) -> int:
     """The one forward that runs, or of which a backward runs parts again."""
     if len(forwards) != 1:
         raise RuntimeError(
-            f"transforms: a backward that runs modules again must be of one forward where a transform depends on its number (as "
-            f"random_ltd does, for the tokens to keep), got one of {len(forwards)}; call backward for each forward, or "
-            f"checkpoint the layers themselves and nothing around them (activation_checkpointing)"
+            f"transforms: a backward that runs modules again must be of one forward where a "
+            f"transform depends on its number (as random_ltd does, for the tokens to keep), got "
+            f"one of {len(forwards)}; call backward for each forward, or checkpoint the layers "
+            f"themselves and nothing around them (activation_checkpointing)"
         )
     return next(iter(forwards))

@@ -1,4 +1,5 @@
-"""`Program`: what runs the forwards and backwards of a step. `Eager` runs them one after the other, as Python does.
+"""`Program`: what runs the forwards and backwards of a step. `Eager` runs them one
+after the other, as Python does.
 
 | program | where | runs |
 | --- | --- | --- |
@@ -27,7 +28,9 @@ State = TrainState[Tensor]
 
 
 class Program(Protocol):
-    """Runs the forwards and backwards of a step. All of its methods but the last two are collective: every rank calls them."""
+    """Runs the forwards and backwards of a step. All of its methods but the last two
+    are collective: every rank calls them.
+    """
 
     is_graph: ClassVar[bool]
     """Whether it runs captured graphs, which hold the present optimizers."""
@@ -37,7 +40,9 @@ class Program(Protocol):
         ...
 
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any], /) -> Collected:
-        """The gradients of a step on these micro-batches; a program may make its update, too."""
+        """The gradients of a step on these micro-batches; a program may make its
+        update, too.
+        """
         ...
 
     def evaluate(self, run: StepRuntime, state: State, batch: Any, /) -> Tensor:

@@ -1,4 +1,6 @@
-"""`StepRuntime`: the parts of a train step on one rank, made once; shared by the step and by all functions of its states."""
+"""`StepRuntime`: the parts of a train step on one rank, made once; shared by the step
+and by all functions of its states.
+"""
 
 from __future__ import annotations
 
@@ -54,19 +56,24 @@ class StepRuntime:
         ranks: the axis of all ranks; an `AbstractAxis` describes ranks that do not run.
         device: the device of the state; batches must be on it, too.
         scratch: memory for gathered parameters and unreduced gradients.
-        offload: makes and checks the state; moves the part of it that lives off the device.
+        offload: makes and checks the state; moves the part of it that lives off the
+            device.
         updater: updates flat buffers.
         rules: the rules for the end of a step: loss, norm, clipping and loss scale.
         batches: cuts batches into micro-batches.
         builder: makes first states.
         form: the specs of all tensors of a state.
-        learned: the findings of the first calls; shared by the step and the steps made from it by `following`.
+        learned: the findings of the first calls; shared by the step and the steps made
+            from it by `following`.
         changes: what the transforms change in the model.
-        stored_names: the keys of the model's state dict, each with the name under which its tensor is stored.
-        flags: raises if a parameter was frozen or unfrozen; None if the step allows this.
+        stored_names: the keys of the model's state dict, each with the name under which
+            its tensor is stored.
+        flags: raises if a parameter was frozen or unfrozen; None if the step allows
+            this.
         statistics: the names of the module buffers that hold running statistics.
         observer: sees batches and updates.
-        job: all ranks of the job. Where it divides the model among them, the rest of the runtime is that of this rank's part.
+        job: all ranks of the job. Where it divides the model among them, the rest of
+            the runtime is that of this rank's part.
         runs: the program of a step; None where no step runs.
     """
 
@@ -93,7 +100,8 @@ class StepRuntime:
 
     @classmethod
     def make(cls, spec: StepSpec, ranks: RankAxis | AbstractAxis) -> Self:
-        """The runtime of a spec. *Collective:* every rank; compares model and configuration.
+        """The runtime of a spec. *Collective:* every rank; compares model and
+        configuration.
 
         Raises:
             MismatchError: on every rank, when ranks differ.
@@ -112,39 +120,72 @@ class StepRuntime:
         keys = [buffer.key for buffer in plan.flat_buffers]
         starts = accumulate((buffer.padded_numel for buffer in plan.flat_buffers), initial=0)
         updater = Updater(
-            plan, bound, shard=plan.shard_of(ranks.rank), offload=offload, scratch=scratch,
-            optimizers=spec.optimizers, rates=spec.rates, momentum=spec.momentum,
-            places=dict(zip(keys, starts, strict=False)) if cfg.precision.stochastic_rounding else None,
-        )  # fmt: skip
-        builder = StateBuilder(spec, plan, offload=offload, updater=updater, rank=ranks.rank, device=device)
+            plan,
+            bound,
+            shard=plan.shard_of(ranks.rank),
+            offload=offload,
+            scratch=scratch,
+            optimizers=spec.optimizers,
+            rates=spec.rates,
+            momentum=spec.momentum,
+            places=dict(zip(keys, starts, strict=False))
+            if cfg.precision.stochastic_rounding
+            else None,
+        )
+        builder = StateBuilder(
+            spec, plan, offload=offload, updater=updater, rank=ranks.rank, device=device
+        )
         cast = None if cfg.casts_batch_to is None else torch_dtype(cfg.casts_batch_to)
         # Read from the model now: it must not be read while it is bound to the tensors of a state.
         return cls(
-            spec, plan, ranks, bound, device, scratch, offload, updater,
+            spec,
+            plan,
+            ranks,
+            bound,
+            device,
+            scratch,
+            offload,
+            updater,
             rules=StepRules.of(cfg, ranks.size),
-            batches=Batches(ranks.size, plan.num_micro_steps, cfg.batch_sizes(ranks.size).micro, cast),
-            builder=builder, form=StateForm.of(builder.specs(), plan),
-            learned=Learned.nothing(spec), changes=changes, stored_names=spec.stored_names,
+            batches=Batches(
+                ranks.size, plan.num_micro_steps, cfg.batch_sizes(ranks.size).micro, cast
+            ),
+            builder=builder,
+            form=StateForm.of(builder.specs(), plan),
+            learned=Learned.nothing(spec),
+            changes=changes,
+            stored_names=spec.stored_names,
             flags=FixedFlags(spec.model, plan.homes) if spec.trained is None else None,
             statistics=frozenset(spec.statistics & set(plan.buffers)),
             observer=observer_of(ranks, spec.model, cfg, spec.loss_fn, device),
-            job=WholeModel(ranks if bound is None else bound.world),  # type: ignore[arg-type]  # `world` is of ranks that run
-        )  # fmt: skip
+            # `world` is of ranks that run
+            job=WholeModel(ranks if bound is None else bound.world),  # type: ignore[arg-type]
+        )
 
-    def following(self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None) -> Self:
-        """The same parts, with other learning rates and optimizers; see `TrainStep.following`.
+    def following(
+        self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None
+    ) -> Self:
+        """The same parts, with other learning rates and optimizers; see
+        `TrainStep.following`.
 
         Raises:
-            ValueError: there is not one rate, or optimizer, for each group, or a rate is no finite number.
+            ValueError: there is not one rate, or optimizer, for each group, or a rate
+                is no finite number.
             ConfigError: the optimizers would change the structure of the state.
         """
         names = self.spec.group_names
-        for field, given in (("rates", rates), ("optimizers", rates if optimizers is None else optimizers)):
+        for field, given in (
+            ("rates", rates),
+            ("optimizers", rates if optimizers is None else optimizers),
+        ):
             if not isinstance(given, Sequence) or len(given) != len(names):
-                got = f"{len(given)}: {list(given)!r}" if isinstance(given, Sequence) else repr(given)
+                got = (
+                    f"{len(given)}: {list(given)!r}" if isinstance(given, Sequence) else repr(given)
+                )
                 raise ValueError(
-                    f"following: {field} must be a list with one for each of the {len(names)} parameter groups "
-                    f"({', '.join(names)}), got {got}; give that of every group in this order"
+                    f"following: {field} must be a list with one for each of the {len(names)} "
+                    f"parameter groups ({', '.join(names)}), got {got}; give that of every group "
+                    f"in this order"
                 )
         updater = self.updater.following(rates, optimizers)
         updater.hyper(0)  # raises if a rate is not valid
@@ -152,8 +193,9 @@ class StepRuntime:
             placed = optimizer_specs([b for b in self.plan.flat_buffers if b.trainable], optimizers)
             if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
                 raise ConfigError(
-                    "optimizer.params: must not change the structure of the optimizer's state during training (a momentum from "
-                    "or to 0), and did; make the step with it from the start"
+                    "optimizer.params: must not change the structure of the optimizer's state "
+                    "during training (a momentum from or to 0), and did; make the step with it "
+                    "from the start"
                 )
         run = replace(self, updater=updater, builder=replace(self.builder, updater=updater))
         if optimizers is None or self.runs is None:
@@ -161,13 +203,19 @@ class StepRuntime:
         return replace(run, runs=self.runs.following(run))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same parts, whose collectives are also reported to `observe`; it learns an order of collectives of its own."""
+        """The same parts, whose collectives are also reported to `observe`; it learns
+        an order of collectives of its own.
+        """
         check_callable("observe", observe, "a function of a fzero.comms.CommRecord")
         mesh = self.mesh.observed(observe)
         return replace(
-            self, bound=mesh, updater=replace(self.updater, mesh=mesh), learned=self.learned.with_own_orders(),
-            job=self.job.observed(observe), runs=self.program.observed(observe),
-        )  # fmt: skip
+            self,
+            bound=mesh,
+            updater=replace(self.updater, mesh=mesh),
+            learned=self.learned.with_own_orders(),
+            job=self.job.observed(observe),
+            runs=self.program.observed(observe),
+        )
 
     @property
     def program(self) -> Program:
@@ -175,7 +223,7 @@ class StepRuntime:
         assert self.runs is not None, "a runtime without a step"
         return self.runs
 
-    # --- parts that follow from these ------------------------------------------------------------------------------
+    # --- parts that follow from these -------------------------------------------------------------
 
     @property
     def mesh(self) -> RankMesh:
@@ -186,8 +234,9 @@ class StepRuntime:
         """
         if self.bound is None:
             raise ValueError(
-                f"mesh: must consist of running ranks to run a step, got {self.ranks}; a step on an AbstractAxis has only "
-                f"plan, specs, trace and explain, so leave mesh out under torchrun"
+                f"mesh: must consist of running ranks to run a step, got {self.ranks}; a step on "
+                f"an AbstractAxis has only plan, specs, trace and explain, so leave mesh out under "
+                f"torchrun"
             )
         return self.bound
 
@@ -215,40 +264,60 @@ class StepRuntime:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters and module buffers, and of tensors with another name in `state_dict`."""
-        return self.plan.aliases | {key: name for key, name in self.stored_names.items() if key != name}
+        """Further names of tied parameters and module buffers, and of tensors with
+        another name in `state_dict`.
+        """
+        return self.plan.aliases | {
+            key: name for key, name in self.stored_names.items() if key != name
+        }
 
     @cached_property
     def binding(self) -> Binding:
         """Binds the model to the tensors of a state."""
         return Binding(self.spec.model, self.plan.aliases, self.spec.held or ())
 
-    # --- forwards --------------------------------------------------------------------------------------------------
+    # --- forwards ---------------------------------------------------------------------------------
 
     def compares(self, kind: str) -> bool:
-        """Whether a forward's parameters are compared before and after: in the first of its kind, or always if configured."""
+        """Whether a forward's parameters are compared before and after: in the first of
+        its kind, or always if configured.
+        """
         return kind not in self.learned.compared or self.spec.check_params == "always"
 
-    def call(self, num_updates: Callable[[], int], *, micro: Callable[[], int] = lambda: 0, **how: Any) -> Call:
+    def call(
+        self, num_updates: Callable[[], int], *, micro: Callable[[], int] = lambda: 0, **how: Any
+    ) -> Call:
         """The forwards of a step on this rank, for transforms; see `Call`."""
         return Call(
-            num_updates=num_updates, micro=micro, rank=self.rank, num_micro=self.plan.num_micro_steps,
-            device=self.device, aliases=self.plan.aliases, **how,
-        )  # fmt: skip
+            num_updates=num_updates,
+            micro=micro,
+            rank=self.rank,
+            num_micro=self.plan.num_micro_steps,
+            device=self.device,
+            aliases=self.plan.aliases,
+            **how,
+        )
 
-    # --- states ----------------------------------------------------------------------------------------------------
+    # --- states -----------------------------------------------------------------------------------
 
     def check_state(self, state: TrainState[Tensor]) -> None:
-        """Raises ValueError unless every tensor has this step's shape and dtype, and is in memory or a file as planned."""
+        """Raises ValueError unless every tensor has this step's shape and dtype, and is
+        in memory or a file as planned.
+        """
         _ = self.mesh  # raises on an AbstractAxis
         self.offload.check(self.form.names, self.form.check(state), self.form.leaves)
 
     def agree_on_files(self, state: TrainState[Tensor]) -> None:
-        """Raises a StoreError on every rank when the files of one have failed. *Collective* where there are files."""
+        """Raises a StoreError on every rank when the files of one have failed.
+        *Collective* where there are files.
+        """
         self.offload.agree_on(state, self.mesh.world)
 
-    def inner_params(self, params: Mapping[str, StoredTensor], transfer: ShardTransfer) -> Mapping[str, StoredTensor]:
-        """The flat buffers that `inner_plan` computes with: those of the state; all of them gathered, where a step gathers once.
+    def inner_params(
+        self, params: Mapping[str, StoredTensor], transfer: ShardTransfer
+    ) -> Mapping[str, StoredTensor]:
+        """The flat buffers that `inner_plan` computes with: those of the state; all of
+        them gathered, where a step gathers once.
 
         *Collective* then, along the axes that shard parameters.
         """
@@ -261,11 +330,14 @@ class StepRuntime:
         return {key: pending.wait() for key, pending in gathers.items()}
 
     def weights(self, state: TrainState[Tensor]) -> dict[str, Any]:
-        """This rank's part of the weights by flat buffer: the master where there is one, else the parameters."""
+        """This rank's part of the weights by flat buffer: the master where there is
+        one, else the parameters.
+        """
         return {b.key: state.master.get(b.key, state.params[b.key]) for b in self.plan.flat_buffers}
 
     def full_weights(self, state: TrainState[Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """The full weights by name, one flat buffer after the other. *Collective:* every rank.
+        """The full weights by name, one flat buffer after the other. *Collective:*
+        every rank.
 
         The views of a buffer are valid until the next buffer is requested.
         """
@@ -283,7 +355,8 @@ def _memory_of(plan: Plan, device: torch.device) -> StateMemory:
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """A job in which each rank's plan is that of the whole model, so that a rank's own answer is the answer. Sends nothing.
+    """A job in which each rank's plan is that of the whole model, so that a rank's own
+    answer is the answer. Sends nothing.
 
     Attributes:
         world: all ranks of the job.
@@ -305,10 +378,14 @@ class WholeModel:
     def first_state(self, plan: Plan, state: TrainState[Tensor]) -> TrainState[Tensor]:
         return state
 
-    def all_tensors(self, own: dict[str, Tensor], *, to: Literal["all", "rank0"]) -> dict[str, Tensor]:
+    def all_tensors(
+        self, own: dict[str, Tensor], *, to: Literal["all", "rank0"]
+    ) -> dict[str, Tensor]:
         return own
 
-    def streamed(self, names: dict[str, str], forms: dict[str, Any], own: Iterator[Mapping[str, Tensor]]) -> Streamed:
+    def streamed(
+        self, names: dict[str, str], forms: dict[str, Any], own: Iterator[Mapping[str, Tensor]]
+    ) -> Streamed:
         return names, forms, own
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:

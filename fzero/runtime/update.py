@@ -1,9 +1,11 @@
-"""`Updater`: updates this rank's shard of each flat buffer, and all-gathers the parameters that every rank holds in full.
+"""`Updater`: updates this rank's shard of each flat buffer, and all-gathers the
+parameters that every rank holds in full.
 
-The transform of a flat buffer is that of its parameter group, with the learning rate and momentum of this update and the
-buffer's dtypes (`mixed_precision`). Adjacent buffers with equal transforms are updated in one call. Buffers that live
-off the device are streamed through their update (`fzero.storage.offload`). A captured step has the same update in its graph, with
-the numbers in tensors.
+The transform of a flat buffer is that of its parameter group, with the learning rate
+and momentum of this update and the buffer's dtypes (`mixed_precision`). Adjacent
+buffers with equal transforms are updated in one call. Buffers that live off the device
+are streamed through their update (`fzero.storage.offload`). A captured step has the
+same update in its graph, with the numbers in tensors.
 """
 
 from __future__ import annotations
@@ -40,13 +42,17 @@ if TYPE_CHECKING:
 
 NO_RANKS = "a step on an AbstractAxis updates nothing"
 MOST_TOGETHER = 1 << 24
-"""The most elements of several flat buffers that one call updates; their all-gather overlaps with the next call."""
+"""The most elements of several flat buffers that one call updates; their all-gather
+overlaps with the next call.
+"""
 
 
 class Hyper(NamedTuple):
-    """The numbers of one update that every rank computes on its own. They must be the same on all ranks.
+    """The numbers of one update that every rank computes on its own. They must be the
+    same on all ranks.
 
-    A graph reads them from tensors (`Updater.traced`), so that a change causes no new capture.
+    A graph reads them from tensors (`Updater.traced`), so that a change causes no new
+    capture.
     """
 
     num_updates: Any
@@ -56,13 +62,18 @@ class Hyper(NamedTuple):
     momentum: Any
     """The first beta, where a schedule changes it."""
     optimizers: tuple[str, ...]
-    """The optimizer of each parameter group, if those of the step have been replaced."""
+    """The optimizer of each parameter group, if those of the step have been replaced.
+    """
 
     def named(self, groups: Sequence[str]) -> dict[str, dict[str, str]]:
-        """The numbers as text, by subject and name, to be compared with those of other ranks."""
+        """The numbers as text, by subject and name, to be compared with those of other
+        ranks.
+        """
         return {
             "number of updates so far": {"state.step": str(self.num_updates)},
-            f"learning rate after {self.num_updates} updates": dict(zip(groups, map(str, self.rates), strict=True)),
+            f"learning rate after {self.num_updates} updates": dict(
+                zip(groups, map(str, self.rates), strict=True)
+            ),
             "momentum": {"betas": str(self.momentum)},
             "hyper-parameters": dict(zip(groups, self.optimizers, strict=True)),
         }
@@ -75,10 +86,12 @@ class Updater:
     Attributes:
         mesh: the ranks; None for an `AbstractAxis`, which updates nothing.
         shard: the index of this rank's shard in the finest division.
-        optimizers, rates: the optimizer and the learning rate of each parameter group; a rate is a function of the number of
-            updates so far.
-        momentum: the first beta as a function of the number of updates so far, if a schedule changes it.
-        places: if rounding is stochastic: the index of each flat buffer's first element among all elements.
+        optimizers, rates: the optimizer and the learning rate of each parameter group;
+            a rate is a function of the number of updates so far.
+        momentum: the first beta as a function of the number of updates so far, if a
+            schedule changes it.
+        places: if rounding is stochastic: the index of each flat buffer's first element
+            among all elements.
     """
 
     plan: Plan
@@ -95,22 +108,32 @@ class Updater:
     _made: dict[tuple[int, str], tuple[Any, Transform]] = field(default_factory=dict)
     """The last transforms, with their learning rate and momentum."""
     kinds: dict[str, Hashable] = field(init=False, repr=False, compare=False)
-    """By flat buffer; those of one kind have equal transforms. One that is not elementwise, or rounds at random, has its own
-    kind."""
+    """By flat buffer; those of one kind have equal transforms. One that is not
+    elementwise, or rounds at random, has its own kind."""
 
     def __post_init__(self) -> None:
         kinds: dict[str, Hashable] = {}
         for b in self.plan.flat_buffers:
-            is_plain = self.places is None and b.trainable and self.optimizers[b.group].is_elementwise(b.rule)
+            is_plain = (
+                self.places is None
+                and b.trainable
+                and self.optimizers[b.group].is_elementwise(b.rule)
+            )
             kinds[b.key] = (b.group, b.rule, b.dtypes) if is_plain else b.key
         object.__setattr__(self, "kinds", kinds)
 
-    def following(self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None) -> Self:
-        """The same updater with other learning rates, and other optimizers unless these are None."""
+    def following(
+        self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None
+    ) -> Self:
+        """The same updater with other learning rates, and other optimizers unless these
+        are None.
+        """
         twin = replace(self, rates=list(map(optim.lr_schedules.constant, rates)), momentum=None)
         if optimizers is None:
             return twin
-        return replace(twin, optimizers=list(optimizers), _made={}, _changed=tuple(map(repr, optimizers)))
+        return replace(
+            twin, optimizers=list(optimizers), _made={}, _changed=tuple(map(repr, optimizers))
+        )
 
     def hyper(self, num_updates: int) -> Hyper:
         """The numbers of the update after `num_updates` others.
@@ -119,10 +142,13 @@ class Updater:
             ValueError: a learning rate is no finite number.
         """
         rates = [rate(num_updates) for rate in self.rates]
-        if not all(isinstance(rate, (int, float, SupportsFloat)) and math.isfinite(rate) for rate in rates):
+        if not all(
+            isinstance(rate, (int, float, SupportsFloat)) and math.isfinite(rate) for rate in rates
+        ):
             raise ValueError(
-                f"learning rate: must be a finite number for every parameter group and update, got {rates} after {num_updates} "
-                f"updates; change the schedule (lr_schedule), or the values written into param_groups"
+                f"learning rate: must be a finite number for every parameter group and update, got "
+                f"{rates} after {num_updates} updates; change the schedule (lr_schedule), or the "
+                f"values written into param_groups"
             )
         momentum = None if self.momentum is None else float(self.momentum(num_updates))
         return Hyper(num_updates, tuple(map(float, rates)), momentum, self._changed)
@@ -136,19 +162,23 @@ class Updater:
         hyper: Hyper,
         still: Collection[str] = (),
     ) -> TrainState[Tensor]:
-        """Updates this rank's shard of each flat buffer and, where every rank holds all of it, all-gathers the shards.
+        """Updates this rank's shard of each flat buffer and, where every rank holds all
+        of it, all-gathers the shards.
 
         Args:
             factor: the factor of the gradients; None is 1.
             skip: whether the update is skipped; None never skips.
-            still: the keys of flat buffers that do not change; their masters and optimizer states do not change, either.
+            still: the keys of flat buffers that do not change; their masters and
+                optimizer states do not change, either.
         """
         mesh = self.mesh
         assert mesh is not None, NO_RANKS
 
         @cache  # one copy per device: the host waits for each
         def numbers_on(device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-            return None if skip is None else skip.to(device), None if factor is None else factor.to(device)
+            return None if skip is None else skip.to(device), None if factor is None else factor.to(
+                device
+            )
 
         here: list[Update] = []
         away: list[Update] = []
@@ -158,11 +188,17 @@ class Updater:
                 continue
             param, grad, is_away = state.params[key], state.grads[key], self.offload.is_away(buffer)
             grad = updated_part(grad, buffer, mesh.shard)
-            param = param if is_away and self.offload.joins(buffer) else updated_part(param, buffer, mesh.shard)
+            param = (
+                param
+                if is_away and self.offload.joins(buffer)
+                else updated_part(param, buffer, mesh.shard)
+            )
             numbers = numbers_on(self.offload.runs_on(buffer) if is_away else self.offload.device)
             out = param if buffer.has_master else None
             at = partial(self._transform_at, buffer, hyper, *numbers, out)
-            update = Update(buffer, grad, state.master.get(key, param), state.optimizer[key], at, param, mesh)
+            update = Update(
+                buffer, grad, state.master.get(key, param), state.optimizer[key], at, param, mesh
+            )
             (away if is_away else here).append(update)
         params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
         for alike in self._alike(here):
@@ -180,8 +216,8 @@ class Updater:
         return state
 
     def _alike(self, updates: Sequence[Update]) -> Iterator[list[Update]]:
-        """Adjacent buffers that one call may update, up to `MOST_TOGETHER` elements: elementwise, with equal transforms, and
-        without a master."""
+        """Adjacent buffers that one call may update, up to `MOST_TOGETHER` elements:
+        elementwise, with equal transforms, and without a master."""
 
         def kind_of(update: Update) -> Hashable:
             buffer = update.buffer
@@ -198,9 +234,16 @@ class Updater:
             yield alike
 
     def _transform_at(
-        self, buffer: FlatParamPlan, hyper: Hyper, skip: Tensor | None, factor: Tensor | None, out: Any,
-        start: int, stop: int, part: Tensor | None = None,
-    ) -> Transform:  # fmt: skip
+        self,
+        buffer: FlatParamPlan,
+        hyper: Hyper,
+        skip: Tensor | None,
+        factor: Tensor | None,
+        out: Any,
+        start: int,
+        stop: int,
+        part: Tensor | None = None,
+    ) -> Transform:
         """The transform of elements [start, stop) of this rank's part of a flat buffer.
 
         It also writes the new parameters into `part`, default `out[start:stop]`.
@@ -208,7 +251,9 @@ class Updater:
         own = self.shard * buffer.shard_numel if buffer.flow.updates == "shard" else 0
         if part is None and isinstance(out, Tensor):
             part = out[start:stop]
-        return self.transform_of(buffer, hyper, start=own + start, skip=skip, factor=factor, out=part)
+        return self.transform_of(
+            buffer, hyper, start=own + start, skip=skip, factor=factor, out=part
+        )
 
     def transform_of(
         self,
@@ -224,7 +269,8 @@ class Updater:
 
         Args:
             hyper: the numbers of an update; None takes those of the first one.
-            mesh: the axes for the collectives of a transform that is not elementwise; None is the updater's.
+            mesh: the axes for the collectives of a transform that is not elementwise;
+                None is the updater's.
             start: the index in the flat buffer of the first element that is updated.
             skip: whether the update is skipped.
             how: as for `mixed_precision`.
@@ -242,7 +288,9 @@ class Updater:
             if buffer.flow.updates == "shard":
                 stack, join = partial(_stack, mesh or self.mesh), partial(_join, mesh or self.mesh)
                 contents = optim.ShardContents(buffer.layout, (self.shard,), stack=stack, join=join)
-            transform = optimizer.transform(lr=lr, momentum=momentum, contents=contents, kind=buffer.rule)
+            transform = optimizer.transform(
+                lr=lr, momentum=momentum, contents=contents, kind=buffer.rule
+            )
             how["tile"] = None
         if skip is not None:
             transform = skip_if(skip, transform)
@@ -250,10 +298,12 @@ class Updater:
             how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + start)
         return mixed_precision(transform, state_dtype=buffer.dtypes.optimizer, **how)
 
-    # --- in a graph ----------------------------------------------------------------------------------------------
+    # --- in a graph -------------------------------------------------------------------------------
 
     def traced(self, device: torch.device) -> tuple[Self, Hyper]:
-        """The updater of a graph, and the tensors (not yet written) from which the graph reads the numbers of an update."""
+        """The updater of a graph, and the tensors (not yet written) from which the
+        graph reads the numbers of an update.
+        """
         masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
         dtype = torch.float64 if torch.float64 in masters else torch.float32
         hyper = Hyper(
@@ -269,8 +319,8 @@ class Updater:
         return twin, hyper
 
     def of_one_update(self) -> Self:
-        """A twin for one update in a graph. fzero's own optimizers compute other rates from its tensors, which no other update
-        may use."""
+        """A twin for one update in a graph. fzero's own optimizers compute other rates
+        from its tensors, which no other update may use."""
         return replace(self, _made=dict(self._made))
 
     def write(self, traced: Hyper, hyper: Hyper) -> None:
@@ -285,15 +335,18 @@ class Updater:
 
 
 def rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
-    """The learning rate of a parameter group: `schedule` times `lr` / `base` (the group's lr divided by the configuration's)."""
+    """The learning rate of a parameter group: `schedule` times `lr` / `base` (the
+    group's lr divided by the configuration's).
+    """
     if schedule is None:
         return lambda n: lr
     if lr == base:
         return schedule
     if base == 0:
         raise ConfigError(
-            f"optimizer.params.lr: must not be 0 when a parameter group has another lr ({lr}) and a schedule changes both, "
-            f"got 0; the group's lr is scaled by the ratio, so give the lr that the schedule starts from"
+            f"optimizer.params.lr: must not be 0 when a parameter group has another lr ({lr}) and "
+            f"a schedule changes both, got 0; the group's lr is scaled by the ratio, so give the "
+            f"lr that the schedule starts from"
         )
     return lambda n: schedule(n) * (lr / base)
 
@@ -301,7 +354,8 @@ def rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
 def _are_same(made: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
     """Whether two pairs hold the same tensors, or equal numbers."""
     return all(
-        x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y) for x, y in zip(made, now)
+        x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y)
+        for x, y in zip(made, now)
     )
 
 
@@ -316,10 +370,13 @@ def _join(mesh: AxisMesh[Any] | None, shard_S: Tensor) -> Tensor:
 
 
 def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:
-    """Starts the all-gathers of parameters that every rank holds in full; each rank has updated one shard of them."""
+    """Starts the all-gathers of parameters that every rank holds in full; each rank has
+    updated one shard of them.
+    """
     started = []
     for update in updates:
-        key, shard_S = update.buffer.key, cast(Tensor, update.param)  # parameters in files are not gathered here
+        # parameters in files are not gathered here
+        key, shard_S = update.buffer.key, cast(Tensor, update.param)
         if shard_S is not params[key]:
             with profiler_range("all_gather", key):
                 started.append(update.join(shard_S, out=params[key]))

@@ -1,12 +1,16 @@
-"""`Forwards` and `GivenParams`: the forwards of an accumulation window, and the parameters that each of them got.
+"""`Forwards` and `GivenParams`: the forwards of an accumulation window, and the
+parameters that each of them got.
 
-The forwards determine which gradients a backward expects, in which order. They must not change their parameters.
+The forwards determine which gradients a backward expects, in which order. They must not
+change their parameters.
 
-A forward has one node of autograd per unit, however often it visits the unit. A unit that is gathered again has new tensors, and
-these are outputs of the same node. So a gradient by any of them, which the model itself may ask for, is by the parameter.
+A forward has one node of autograd per unit, however often it visits the unit. A unit
+that is gathered again has new tensors, and these are outputs of the same node. So a
+gradient by any of them, which the model itself may ask for, is by the parameter.
 
-PyTorch counts changes in place. A change through `.data` is found by comparing values before and after. That reads all
-parameters twice, so a step does it only in the first forward of each kind, or as `check_params` says.
+PyTorch counts changes in place. A change through `.data` is found by comparing values
+before and after. That reads all parameters twice, so a step does it only in the first
+forward of each kind, or as `check_params` says.
 """
 
 from __future__ import annotations
@@ -23,7 +27,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fzero.model.errors import INSIDE, flag_changed, has_hook, lost_again, marked, raise_named, was_changed
+from fzero.model.errors import (
+    INSIDE,
+    flag_changed,
+    has_hook,
+    lost_again,
+    marked,
+    raise_named,
+    was_changed,
+)
 from fzero.model.own_params import bits_of, new_marks, pass_as_parameter, untraced
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.plan import UnitPlan
@@ -40,9 +52,11 @@ class Visit:
         unit: its name.
         plan: the unit.
         leaves: its parameters as the model sees them, by name.
-        is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
+        is_recorded: whether the forward has used it with gradients, so that a backward
+            will end the visit.
         forward: the forward that it is a part of, or whose part runs again.
-        is_kept: whether the model gets the same tensors again when it comes back to the unit, because nothing is gathered.
+        is_kept: whether the model gets the same tensors again when it comes back to the
+            unit, because nothing is gathered.
     """
 
     unit: str
@@ -54,7 +68,9 @@ class Visit:
 
 
 class NodeOutputs(NamedTuple):
-    """The parameters of a node of autograd, by name in the order of its outputs; "" is none."""
+    """The parameters of a node of autograd, by name in the order of its outputs; "" is
+    none.
+    """
 
     node: Any
     names: Sequence[str]
@@ -69,9 +85,11 @@ class Forward:
         still: the trained parameters that require no gradients in it.
         visits: 1 for each unit that it visited with gradients.
         roots: the `UnitRoot` nodes of its visits.
-        first_node: the number of the first node of autograd that it made, or a smaller one.
+        first_node: the number of the first node of autograd that it made, or a smaller
+            one.
         kept: by unit, the visit that is kept.
-        nodes: by unit that is gathered, its nodes of autograd, which give out the parameters again.
+        nodes: by unit that is gathered, its nodes of autograd, which give out the
+            parameters again.
     """
 
     run: str
@@ -88,11 +106,16 @@ class Forwards:
     """The forwards since the last update, and how many backwards went through them.
 
     Attributes:
-        gathers: whether any unit is gathered; if not, ranks may make different numbers of forwards.
-        used: the names of the parameters of which a backward has produced a gradient on this rank.
-        still: the trained parameters that have no gradient, because no forward required one, or the script has dropped it.
-        last, last_index: the last forward, and its number; there is none before the first.
-        begins: begins a backward of all ranks; called when the user starts autograd directly (`loss.backward()`).
+        gathers: whether any unit is gathered; if not, ranks may make different numbers
+            of forwards.
+        used: the names of the parameters of which a backward has produced a gradient on
+            this rank.
+        still: the trained parameters that have no gradient, because no forward required
+            one, or the script has dropped it.
+        last, last_index: the last forward, and its number; there is none before the
+            first.
+        begins: begins a backward of all ranks; called when the user starts autograd
+            directly (`loss.backward()`).
     """
 
     gathers: bool = True
@@ -111,14 +134,21 @@ class Forwards:
 
     @property
     def of_node(self) -> Forward:
-        """The forward of which a part runs again in the backward of the present node of autograd."""
-        if not self._all:  # all parts ran outside of a forward, and a checkpoint of the script runs one again
+        """The forward of which a part runs again in the backward of the present node of
+        autograd.
+        """
+        # all parts ran outside of a forward, and a checkpoint of the script runs one again
+        if not self._all:
             self.last = Forward("", self.still)
             self._all.append(self.last)
             self.last_index += 1
         node = torch._C._current_autograd_node()
         number = None if node is None or len(self._all) == 1 else node._sequence_nr()
-        earlier = (forward for forward in reversed(self._all) if number is not None and forward.first_node <= number)
+        earlier = (
+            forward
+            for forward in reversed(self._all)
+            if number is not None and forward.first_node <= number
+        )
         return next(earlier, self.last)
 
     @property
@@ -134,7 +164,9 @@ class Forwards:
                 held.clear()  # type: ignore[attr-defined]
 
     def begin(self, run: str, still: frozenset[str]) -> bool:
-        """Records the start of a forward; returns whether it is the first since the last backward."""
+        """Records the start of a forward; returns whether it is the first since the
+        last backward.
+        """
         self.still = self.still & still if self._all else still
         self.last = Forward(run, still)
         self._all.append(self.last)
@@ -143,36 +175,57 @@ class Forwards:
         return self._num_new == 1
 
     def go_back(self, *, keeps: bool) -> None:
-        """Records the start of a backward of these forwards; `keeps`: whether its graph is retained for another one."""
+        """Records the start of a backward of these forwards; `keeps`: whether its graph
+        is retained for another one.
+        """
         self._is_kept |= keeps
         self._num_new, self._num_backwards = 0, self._num_backwards + 1
 
     def pass_through(self, *, keeps: bool) -> None:
         """Records that a backward of another step runs through some of these forwards."""
         self._is_kept |= keeps
-        self._num_backwards += 1  # a unit that the forward left gathered is no longer gathered next time
+        # a unit that the forward left gathered is no longer gathered next time
+        self._num_backwards += 1
 
     @property
     def last_alone(self) -> dict[int, Counter[str]] | None:
-        """The visits of the last forward, if a backward can only belong to it (the usual case). With None the graph must be
-        searched."""
-        return {self.last_index: self.last.visits} if self._num_new == 1 and not self._is_kept else None
+        """The visits of the last forward, if a backward can only belong to it (the
+        usual case). With None the graph must be searched."""
+        return (
+            {self.last_index: self.last.visits}
+            if self._num_new == 1 and not self._is_kept
+            else None
+        )
 
     def run_of(self, kind: str, forwards: Iterable[int]) -> Run:
-        """The key of the order of collectives for a backward of `kind` through these forwards."""
-        if not self.gathers:  # ranks may go back through different forwards, or none; all reduce the same units
+        """The key of the order of collectives for a backward of `kind` through these
+        forwards.
+        """
+        # ranks may go back through different forwards, or none; all reduce the same units
+        if not self.gathers:
             return (kind, self.still) if self.still else (kind,)
         # These say which unit is still gathered.
         of_each: Iterable[tuple[str | int, ...]] = (
             (self._all[index].run, self.last_index - index) for index in sorted(forwards)
         )
         still = [self._all[index].still for index in sorted(forwards) if index >= 0]
-        return (kind, self._num_backwards, *chain.from_iterable(of_each), *(still if any(still) else ()))
+        return (
+            kind,
+            self._num_backwards,
+            *chain.from_iterable(of_each),
+            *(still if any(still) else ()),
+        )
 
     def still_buffers(self, buffers: Iterable[FlatParamPlan]) -> frozenset[str]:
-        """The keys of the trained flat buffers whose parameters are all `still`; an update leaves them as they are."""
+        """The keys of the trained flat buffers whose parameters are all `still`; an
+        update leaves them as they are.
+        """
         still = self.still
-        return frozenset(b.key for b in (buffers if still else ()) if b.trainable and still.issuperset(b.layout.names))
+        return frozenset(
+            b.key
+            for b in (buffers if still else ())
+            if b.trainable and still.issuperset(b.layout.names)
+        )
 
 
 def sum_of(visits: Mapping[int, Counter[str]]) -> Counter[str]:
@@ -180,7 +233,7 @@ def sum_of(visits: Mapping[int, Counter[str]]) -> Counter[str]:
     return next(iter(visits.values())) if len(visits) == 1 else sum(visits.values(), Counter())
 
 
-# --- their parameters --------------------------------------------------------------------------------------------
+# --- their parameters -----------------------------------------------------------------------------
 
 
 class GradCollector(Protocol):
@@ -204,12 +257,17 @@ class _Given(NamedTuple):
     @property
     def is_changed(self) -> bool:
         """Whether its values have changed, or the model has replaced its memory."""
-        return self.leaf.data_ptr() != self.address or not torch.equal(bits_of(self.view), self.bits)
+        return self.leaf.data_ptr() != self.address or not torch.equal(
+            bits_of(self.view), self.bits
+        )
 
     @property
     def error(self) -> ValueError | None:
         """The error for a change that a parameter does not allow, or None."""
-        marks, is_kept = untraced(new_marks)(self.leaf), self.leaf.requires_grad is self.requires_grad
+        marks, is_kept = (
+            untraced(new_marks)(self.leaf),
+            self.leaf.requires_grad is self.requires_grad,
+        )
         # torch.autograd.backward(..., inputs=parameters) sets such a gradient.
         if self.leaf.retains_grad and self.leaf.grad is not None:
             raise RuntimeError(INSIDE)
@@ -225,11 +283,14 @@ class GivenParams:
     """The parameters as they were passed to one forward.
 
     Attributes:
-        relayed: the parameters whose gradients train others (`ParamViews`); these are needed even if the parameters are frozen.
+        relayed: the parameters whose gradients train others (`ParamViews`); these are
+            needed even if the parameters are frozen.
         is_open: whether the forward runs.
-        is_shared: whether all forwards get the same parameters. Their graphs share nodes: a backward must get its visits.
+        is_shared: whether all forwards get the same parameters. Their graphs share
+            nodes: a backward must get its visits.
         gives_again: whether the nodes that are made now save their outputs by name.
-        compared: the parameters to be compared when the forward leaves their unit; None where values are not compared.
+        compared: the parameters to be compared when the forward leaves their unit; None
+            where values are not compared.
         leaves: of a forward whose parameters are compared.
     """
 
@@ -256,7 +317,8 @@ class GivenParams:
         if self.is_shared:
             for unit, visit in self._kept.items():
                 visit.is_recorded = False
-                if not any(leaf._backward_hooks for leaf in visit.leaves.values()):  # a hook is of one forward
+                # a hook is of one forward
+                if not any(leaf._backward_hooks for leaf in visit.leaves.values()):
                     forward.kept[unit] = visit
             self._kept = forward.kept
 
@@ -271,7 +333,9 @@ class GivenParams:
         self.is_shared, self._kept = shares, {}
 
     def name(self, error: RuntimeError) -> None:
-        """Raises an error that names the parameter and the fix, instead of one of PyTorch about a parameter."""
+        """Raises an error that names the parameter and the fix, instead of one of
+        PyTorch about a parameter.
+        """
         raise_named(error, self.was_changed)
 
     def visit(
@@ -287,19 +351,24 @@ class GivenParams:
 
         Args:
             flats: its full flat buffers (P).
-            forward: the present forward, or in a backward the one of which a part runs again.
-            work: the `ForwardBackward` that collects the gradients; None where none are collected.
+            forward: the present forward, or in a backward the one of which a part runs
+                again.
+            work: the `ForwardBackward` that collects the gradients; None where none are
+                collected.
             seen: the values that modules get instead of some parameters.
         """
         views: dict[str, Tensor] = {}
         for buffer, flat in zip(unit.buffers, flats, strict=True):
             views |= unflatten(flat, buffer.layout)
         if seen:
-            views |= {name: seen[name].view_as(seen[name]) for name in views if name in seen}  # for this visit alone
+            # for this visit alone
+            views |= {name: seen[name].view_as(seen[name]) for name in views if name in seen}
         leaves = views if work is None else views | self._leaves(unit, views, forward, work)
         if self.compared is not None and self.is_open:
             self.compared += [
-                _Given(unit.name, name, leaf, view, view.data_ptr(), bits_of(view), leaf.requires_grad)
+                _Given(
+                    unit.name, name, leaf, view, view.data_ptr(), bits_of(view), leaf.requires_grad
+                )
                 for view, (name, leaf) in zip(views.values(), leaves.items(), strict=True)
             ]
             self.leaves += [(name, ref(leaf)) for name, leaf in leaves.items()]
@@ -310,14 +379,19 @@ class GivenParams:
             visit.is_kept, forward.kept[unit.name] = True, visit
         return visit
 
-    def _again(self, nodes: Sequence[NodeOutputs], views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The trained parameters of a unit that was gathered again, as outputs of the nodes of its first visit; empty if a
-        backward inside the present one has freed these nodes. Raises ValueError where the node that autograd runs needs them."""
+    def _again(
+        self, nodes: Sequence[NodeOutputs], views: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The trained parameters of a unit that was gathered again, as outputs of the
+        nodes of its first visit; empty if a backward inside the present one has freed
+        these nodes. Raises ValueError where the node that autograd runs needs them."""
         found: dict[str, Tensor] = {}
         self._views = {**views, "": torch.empty(0)}
         try:
             for node, names in nodes:
-                found |= {name: leaf for name, leaf in zip(names, node.saved_tensors, strict=True) if name}
+                found |= {
+                    name: leaf for name, leaf in zip(names, node.saved_tensors, strict=True) if name
+                }
         except RuntimeError:
             present = torch._C._current_autograd_node()
             inputs = {node for node, _ in present.next_functions} if present is not None else set()
@@ -331,13 +405,16 @@ class GivenParams:
     def _leaves(
         self, unit: UnitPlan, views: Mapping[str, Tensor], forward: Forward, work: GradCollector
     ) -> dict[str, Tensor]:
-        """The parameters whose gradients are collected, as outputs of the nodes of a visit."""
+        """The parameters whose gradients are collected, as outputs of the nodes of a
+        visit.
+        """
         if unit.name in forward.nodes and (again := self._again(forward.nodes[unit.name], views)):
             return again
         names, still = unit.trained, forward.still
         if self.relayed:
             names = tuple(name for name in views if name in names or name in self.relayed)
-        # A backward through a gathered unit gathers it again, so its graph needs a node of this object.
+        # A backward through a gathered unit gathers it again, so its graph needs a node of this
+        # object.
         is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(unit.trained)
         if still and not is_marked:
             names = tuple(name for name in names if name not in still)
@@ -346,7 +423,9 @@ class GivenParams:
         small = [name for name in names if views[name].numel() <= SMALL]
         large = [(name,) for name in names if views[name].numel() > SMALL]
 
-        def made(node_of: Callable[..., tuple[Tensor, ...]], source: Tensor, names: Sequence[str]) -> None:
+        def made(
+            node_of: Callable[..., tuple[Tensor, ...]], source: Tensor, names: Sequence[str]
+        ) -> None:
             given = [views[name] if name else work.anchor.new_empty(0) for name in names]
             with self._giving_again(unit, names):
                 labels = ["" if name in still else name for name in names] if still else names
@@ -365,7 +444,9 @@ class GivenParams:
         return {name: found[name] for name in names}
 
     def _giving_again(self, unit: UnitPlan, names: Sequence[str]) -> AbstractContextManager[object]:
-        """Inside, nodes save their outputs by name, so that they can give out other tensors as the same outputs."""
+        """Inside, nodes save their outputs by name, so that they can give out other
+        tensors as the same outputs.
+        """
         self.gives_again = self.is_open and unit.gathered_numel > 0
         if not self.gives_again:
             return nullcontext()
@@ -373,7 +454,8 @@ class GivenParams:
         return saved_tensors_hooks(lambda output: next(order), lambda name: self._views[name])  # type: ignore[return-value]
 
     def check(self, unit: UnitPlan | None) -> None:
-        """Checks the parameters of a unit when the forward leaves it; with None those of all units, at the end of the forward.
+        """Checks the parameters of a unit when the forward leaves it; with None those
+        of all units, at the end of the forward.
 
         Raises:
             ValueError: a parameter has other values, another flag or a hook.
@@ -386,10 +468,14 @@ class GivenParams:
         if unit is None or unit.gathered_numel:
             if any(given.is_changed for given in compared if unit is None or given.unit == name):
                 raise self.was_changed("of the model")
-            self.compared = None if unit is None else [given for given in compared if given.unit != name]
+            self.compared = (
+                None if unit is None else [given for given in compared if given.unit != name]
+            )
 
     def was_changed(self, where: str) -> ValueError:
-        """The error for a parameter that a forward has changed, with its name where it is known."""
+        """The error for a parameter that a forward has changed, with its name where it
+        is known.
+        """
         names = [given.name for given in self.compared or () if given.is_changed]
         self.compared = None
         return was_changed(names[0] if names else None, where)

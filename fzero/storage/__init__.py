@@ -1,4 +1,5 @@
-"""The state of one rank in memory: on the device, in host memory, in files; and the streams between them.
+"""The state of one rank in memory: on the device, in host memory, in files; and the
+streams between them.
 
 May import: state, verbs, plans and below. Begin with `fzero.storage.file_store`.
 """

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def agree(files: StateFiles | None, world: RankAxis, *, error: BaseException | None = None) -> None:
-    """Raises on every rank if one rank's files have failed; after that no rank's files can be used.
+    """Raises on every rank if one rank's files have failed; after that no rank's files
+    can be used.
 
     *Collective:* every rank of a job with state in files; sends a few bytes.
 
@@ -22,16 +23,20 @@ def agree(files: StateFiles | None, world: RankAxis, *, error: BaseException | N
         error: an error on this rank that did not come from its files.
 
     Raises:
-        StoreError, MemoryError: this rank's own error, or a StoreError that names the rank which failed.
+        StoreError, MemoryError: this rank's own error, or a StoreError that names the
+            rank which failed.
     """
     cause = error or (files.cause if files is not None else None)
-    messages = collectives.exchange(None if cause is None else str(cause) or repr(cause), world, label=Label("files"))
+    messages = collectives.exchange(
+        None if cause is None else str(cause) or repr(cause), world, label=Label("files")
+    )
     failed = [rank for rank, message in enumerate(messages) if message is not None]
     if not failed:
         return
     if cause is None:
         cause = StoreError(
-            f"rank {failed[0]}: its state in files cannot be used any more, and so no rank's can: {messages[failed[0]]}"
+            f"rank {failed[0]}: its state in files cannot be used any more, and so no rank's can: "
+            f"{messages[failed[0]]}"
         )
     if files is not None:
         files.fail_by_message(cause)

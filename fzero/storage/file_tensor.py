@@ -1,7 +1,8 @@
 """`FileTensor`: the leaf of a state for a tensor that lives in a file.
 
-A step updates files in place. So it returns a state with handles of the next *generation*, and the handles of the old state are
-*stale*: reading one raises. The files are removed with the last handle (`fzero.storage.state_files`).
+A step updates files in place. So it returns a state with handles of the next
+*generation*, and the handles of the old state are *stale*: reading one raises. The
+files are removed with the last handle (`fzero.storage.state_files`).
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ T = TypeVar("T")
 
 
 class StoreError(RuntimeError):
-    """A file cannot be made, read or written; the message has the file, the position, the rule and the fix."""
+    """A file cannot be made, read or written; the message has the file, the position,
+    the rule and the fix.
+    """
 
 
 def bare(error: BaseException) -> StoreError:
-    """The message of an error as a new error to store: the error's traceback would keep the tensors of a step alive.
+    """The message of an error as a new error to store: the error's traceback would keep
+    the tensors of a step alive.
 
     >>> bare(AssertionError())
     StoreError('AssertionError()')
@@ -56,7 +60,8 @@ class FileSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileTensor:
-    """A flat tensor of one rank's state in a file; `handle[start:stop]` and `handle[:]` read elements into a tensor on the CPU.
+    """A flat tensor of one rank's state in a file; `handle[start:stop]` and `handle[:]`
+    read elements into a tensor on the CPU.
 
     Attributes:
         files: all files of this state.
@@ -94,25 +99,33 @@ class FileTensor:
         return FilePart(self, 0, self.shape[0]).part(elements)
 
     def check(self) -> None:
-        """Raises a StoreError unless the file holds this tensor: no step has updated it, and nothing failed."""
+        """Raises a StoreError unless the file holds this tensor: no step has updated
+        it, and nothing failed.
+        """
         self.files.check()
         self.check_age()
 
     def check_age(self) -> None:
-        """Raises a StoreError, on every rank alike, if a step has updated the files since."""
+        """Raises a StoreError, on every rank alike, if a step has updated the files
+        since.
+        """
         if self.generation != self.files.generation:
             raise StoreError(
-                f"{self.name}: this state is stale, because a step took it and updated the files of {self.path} (generation "
-                f"{self.generation} of {self.files.generation}); go on with the state that the step returned"
+                f"{self.name}: this state is stale, because a step took it and updated the files "
+                f"of {self.path} (generation {self.generation} of {self.files.generation}); go on "
+                f"with the state that the step returned"
             )
 
     def __repr__(self) -> str:
-        return f"FileTensor({self.name!r}, {dtype_name(self.dtype)}, {self.shape[0]:,} elements in {self.path})"
+        return (
+            f"FileTensor({self.name!r}, {dtype_name(self.dtype)}, {self.shape[0]:,} elements "
+            f"in {self.path})"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self.name}: lives in a file of {self.path} and is neither copied nor pickled; move the state into memory with "
-            f"fzero.place(state, step) and a step without offload"
+            f"{self.name}: lives in a file of {self.path} and is neither copied nor pickled; move "
+            f"the state into memory with fzero.place(state, step) and a step without offload"
         )
 
 
@@ -122,7 +135,9 @@ StoredTensor = Tensor | FileTensor
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Elements [start, stop) of a tensor in a file: `part[a:b]` reads some of them, `copy_` writes them all."""
+    """Elements [start, stop) of a tensor in a file: `part[a:b]` reads some of them,
+    `copy_` writes them all.
+    """
 
     tensor: FileTensor
     start: int
@@ -150,14 +165,18 @@ class FilePart:
         return self.files.read(self.tensor.name, part.start, part.stop)
 
     def copy_(self, values: Tensor) -> None:
-        """Writes into the file; only allowed while a state is being made. Raises as `FileTensor.check` does."""
+        """Writes into the file; only allowed while a state is being made. Raises as
+        `FileTensor.check` does.
+        """
         self.tensor.check()
         self.tensor.files.write(self.tensor.name, self.start, values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileTensors:
-    """The handles of all ranks of a simulation, in rank order; in-memory tensors have a leading dimension of ranks instead."""
+    """The handles of all ranks of a simulation, in rank order; in-memory tensors have a
+    leading dimension of ranks instead.
+    """
 
     of_ranks: tuple[FileTensor, ...]
 
@@ -178,7 +197,9 @@ class FileTensors:
 
 
 def in_memory(tree: Any) -> Any:
-    """The tree with handles replaced by tensors on the CPU, copies of the files' present contents. Other leaves are unchanged."""
+    """The tree with handles replaced by tensors on the CPU, copies of the files'
+    present contents. Other leaves are unchanged.
+    """
 
     def one(x: Any) -> Any:
         if isinstance(x, FileTensors):
@@ -189,7 +210,9 @@ def in_memory(tree: Any) -> Any:
 
 
 def kept(x: FileTensor | FilePart, work: Callable[[], T]) -> T | None:
-    """The result of `work`; None where a file fails, which breaks the state of `x`: all ranks raise in `file_agreement.agree`."""
+    """The result of `work`; None where a file fails, which breaks the state of `x`: all
+    ranks raise in `file_agreement.agree`.
+    """
     try:
         return work()
     except StoreError as error:
@@ -205,5 +228,6 @@ def handles_of(tree: Any) -> list[FileTensor]:
 def renewed(tree: Any) -> Any:
     """The tree with handles of the files' present generation."""
     return optree.tree_map(
-        lambda x: replace(x, generation=x.files.generation) if isinstance(x, FileTensor) else x, tree
+        lambda x: replace(x, generation=x.files.generation) if isinstance(x, FileTensor) else x,
+        tree,
     )

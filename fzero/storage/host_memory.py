@@ -1,4 +1,5 @@
-"""`Pool`: host memory for transfers to and from files and devices, and checks that it is available.
+"""`Pool`: host memory for transfers to and from files and devices, and checks that it
+is available.
 
 Available memory is checked before it is allocated: the OOM killer leaves no message.
 """
@@ -22,7 +23,8 @@ LARGE_PAGE = 1 << 21
 
 
 class Pool:
-    """`num` page-aligned buffers of at least `nbytes` bytes each, for direct I/O and copies to a device; allocated once.
+    """`num` page-aligned buffers of at least `nbytes` bytes each, for direct I/O and
+    copies to a device; allocated once.
 
     Raises:
         MemoryError: they do not fit (see `check_host_memory`); nothing was allocated.
@@ -43,7 +45,9 @@ class Pool:
         check_host_memory(num * self.nbytes, f"a pool of {num} buffers of {self.nbytes:,} bytes")
         self._free: list[Tensor] = []
         if num:
-            self._free = list(torch.split(_mapped(num * self.nbytes)[: num * self.nbytes], self.nbytes))
+            self._free = list(
+                torch.split(_mapped(num * self.nbytes)[: num * self.nbytes], self.nbytes)
+            )
 
     @property
     def num_free(self) -> int:
@@ -60,7 +64,8 @@ class Pool:
 
 
 def paged(numel: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor of zeros in page-aligned memory of its own, which direct I/O may fill (see `bytes_of`).
+    """A flat tensor of zeros in page-aligned memory of its own, which direct I/O may
+    fill (see `bytes_of`).
 
     Raises:
         MemoryError: it does not fit (see `check_host_memory`).
@@ -76,9 +81,12 @@ def paged(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _mapped(nbytes: int) -> Tensor:
-    """At least `nbytes` bytes of page-aligned memory, in large pages where the system has them (faster: docs/performance.md)."""
+    """At least `nbytes` bytes of page-aligned memory, in large pages where the system
+    has them (faster: docs/performance.md).
+    """
     if nbytes >= LARGE_PAGE:
-        nbytes = -(-nbytes // LARGE_PAGE) * LARGE_PAGE  # so that the system aligns it to a large page
+        # so that the system aligns it to a large page
+        nbytes = -(-nbytes // LARGE_PAGE) * LARGE_PAGE
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
     with contextlib.suppress(OSError):  # a system that has none
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -91,10 +99,12 @@ def bytes_of(x: Tensor) -> Tensor:
 
 
 def check_host_memory(nbytes: int, what: str) -> None:
-    """Raises unless `nbytes` can be allocated now, by every limit that the system reports.
+    """Raises unless `nbytes` can be allocated now, by every limit that the system
+    reports.
 
     Raises:
-        MemoryError: the message has the limit, the bytes needed, and the bytes available.
+        MemoryError: the message has the limit, the bytes needed, and the bytes
+            available.
 
     >>> check_host_memory(1 << 60, "a pool")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -104,8 +114,9 @@ def check_host_memory(nbytes: int, what: str) -> None:
     for limit, available in _available():
         if nbytes > available:
             raise MemoryError(
-                f"{what}: needs {nbytes:,} bytes of host memory, and {limit} leaves {max(available, 0):,}; make sub-groups "
-                f"or the number of buffers smaller, or raise the limit"
+                f"{what}: needs {nbytes:,} bytes of host memory, and {limit} leaves "
+                f"{max(available, 0):,}; make sub-groups or the number of buffers smaller, or "
+                f"raise the limit"
             )
 
 
@@ -115,7 +126,9 @@ def host_memory() -> int:
 
 
 def process_memory(field: str) -> int:
-    """Bytes of this process: `VmRSS` resident, `VmHWM` its peak, `VmData` private; 0 where the system does not report it."""
+    """Bytes of this process: `VmRSS` resident, `VmHWM` its peak, `VmData` private; 0
+    where the system does not report it.
+    """
     return _numbers(Path("/proc/self/status")).get(field, 0)
 
 
@@ -132,9 +145,14 @@ def available_memory() -> int:
 
 
 def _available() -> Iterator[tuple[str, int]]:
-    """Every limit on this process's memory, and the bytes that are still available under it."""
+    """Every limit on this process's memory, and the bytes that are still available
+    under it.
+    """
     used = _numbers(Path("/proc/self/status"))
-    for name, kind, field in (("AS", resource.RLIMIT_AS, "VmSize"), ("DATA", resource.RLIMIT_DATA, "VmData")):
+    for name, kind, field in (
+        ("AS", resource.RLIMIT_AS, "VmSize"),
+        ("DATA", resource.RLIMIT_DATA, "VmData"),
+    ):
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY and field in used:
             yield f"the process's RLIMIT_{name} of {soft:,}", soft - used[field]
@@ -148,13 +166,17 @@ _CGROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""The limit, the use and the cache of control groups, by the controllers that /proc names: version 2, version 1."""
+"""The limit, the use and the cache of control groups, by the controllers that /proc
+names: version 2, version 1.
+"""
 
 
 def _left_by_cgroups(
     proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[tuple[str, int]]:
-    """(Limit, available bytes) of every control group of this process, from its own up to the root's."""
+    """(Limit, available bytes) of every control group of this process, from its own up
+    to the root's.
+    """
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -171,7 +193,9 @@ def _left_by_cgroups(
                 break
             try:
                 most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                stat = dict(
+                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
+                )
             except (OSError, ValueError):
                 continue  # not there: the root of a tree has no limit
             if most != "max":

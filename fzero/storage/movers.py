@@ -1,8 +1,10 @@
-"""The movers of sub-groups between files and the host, or between the host and a device.
+"""The movers of sub-groups between files and the host, or between the host and a
+device.
 
-`FileMover`: the state lives in a `FileStore`, and the update runs on the CPU. `DeviceMover`: it lives in host memory, and the
-update runs on a device, or the other way round. `Resident`: it lives where the update runs. `ByName`: each tensor has a mover of
-its own. `fzero.storage.stream.Mover` documents their methods.
+`FileMover`: the state lives in a `FileStore`, and the update runs on the CPU.
+`DeviceMover`: it lives in host memory, and the update runs on a device, or the other
+way round. `Resident`: it lives where the update runs. `ByName`: each tensor has a mover
+of its own. `fzero.storage.stream.Mover` documents their methods.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ class FileMover:
     """Moves sub-groups between files and the buffers of a pool.
 
     Args:
-        num_buffers: tensors of a sub-group times sub-groups in memory at once. Adam moves 3 tensors, the parameter included;
-            with one sub-group read ahead and one written behind, that is 3 · 3.
+        num_buffers: tensors of a sub-group times sub-groups in memory at once. Adam
+            moves 3 tensors, the parameter included; with one sub-group read ahead and
+            one written behind, that is 3 · 3.
         buffer_nbytes: at least the bytes of one tensor of a sub-group.
 
     Raises:
-        MemoryError: the buffers do not fit in host memory; the message has the bytes needed and available.
+        MemoryError: the buffers do not fit in host memory; the message has the bytes
+            needed and available.
     """
 
     def __init__(self, store: FileStore, *, num_buffers: int, buffer_nbytes: int) -> None:
@@ -58,19 +62,26 @@ class FileMover:
         num_free = self.pool.num_free + len(self._coming)
         if needed > num_free:
             raise ValueError(
-                f"FileMover: {num_alive} sub-groups at once need {needed} buffers, and {num_free} of "
-                f"{self.pool.num} are free; pass num_buffers={needed}, or less read_ahead and write_behind"
+                f"FileMover: {num_alive} sub-groups at once need {needed} buffers, and {num_free} "
+                f"of {self.pool.num} are free; pass num_buffers={needed}, or less read_ahead and "
+                f"write_behind"
             )
         for group in sub_groups:
-            nbytes = max((self.store.nbytes(name, group.start, group.stop) for name in group.names), default=0)
+            nbytes = max(
+                (self.store.nbytes(name, group.start, group.stop) for name in group.names),
+                default=0,
+            )
             if nbytes > self.pool.nbytes:
                 raise ValueError(
-                    f"FileMover: {group.numel} elements of {group.names} need buffers of {nbytes} bytes, and they have "
-                    f"{self.pool.nbytes}; pass buffer_nbytes={nbytes}, or a smaller sub_group_numel"
+                    f"FileMover: {group.numel} elements of {group.names} need buffers of {nbytes} "
+                    f"bytes, and they have {self.pool.nbytes}; pass buffer_nbytes={nbytes}, or a "
+                    f"smaller sub_group_numel"
                 )
 
     def prefetch(self, part: TensorRange) -> None:
-        """Starts to read one tensor of a sub-group before it is fetched, if a buffer is free."""
+        """Starts to read one tensor of a sub-group before it is fetched, if a buffer is
+        free.
+        """
         if part not in self._coming and self.pool.num_free:
             buffer = self.pool.take()
             try:
@@ -83,12 +94,20 @@ class FileMover:
 
     def forget(self, part: TensorRange) -> None:
         """Drops prefetched elements that are being overwritten."""
-        for read in [x for x in self._coming if x.name == part.name and x.start < part.stop and part.start < x.stop]:
+        for read in [
+            x
+            for x in self._coming
+            if x.name == part.name and x.start < part.stop and part.start < x.stop
+        ]:
             self.pool.give_back(self._come(read))
 
     def take(self) -> Tensor:
         """A buffer: a free one, or that of the latest prefetch."""
-        return self.pool.take() if self.pool.num_free or not self._coming else self._come(next(reversed(self._coming)))
+        return (
+            self.pool.take()
+            if self.pool.num_free or not self._coming
+            else self._come(next(reversed(self._coming)))
+        )
 
     def _come(self, part: TensorRange) -> Tensor:
         """The buffer of a prefetch, once its read has ended."""
@@ -105,14 +124,22 @@ class FileMover:
             else:
                 buffer = self.take()
                 is_made = name in sub_group.made
-                wait = partial(self.store.view, *part, buffer) if is_made else self.store.read(*part, buffer)
+                wait = (
+                    partial(self.store.view, *part, buffer)
+                    if is_made
+                    else self.store.read(*part, buffer)
+                )
             buffers.append(buffer)
             waits.append(wait)
         self._here[sub_group] = buffers
         return lambda: [wait() for wait in waits]
 
     def write_back(self, sub_group: SubGroup) -> Callable[[], object]:
-        written = [TensorRange(n, sub_group.start, sub_group.stop) for n in sub_group.names if n not in sub_group.kept]
+        written = [
+            TensorRange(n, sub_group.start, sub_group.stop)
+            for n in sub_group.names
+            if n not in sub_group.kept
+        ]
         for part in written:
             self.forget(part)
         by_name = dict(zip(sub_group.names, self._here.pop(sub_group), strict=True))
@@ -136,10 +163,12 @@ class FileMover:
 class DeviceMover:
     """Moves sub-groups of flat tensors between host memory and a device.
 
-    On CUDA, copies in and copies out each have a stream, so that they overlap each other and the update.
+    On CUDA, copies in and copies out each have a stream, so that they overlap each
+    other and the update.
 
     Args:
-        tensors: flat, by name; on the CPU (pinned, if copies are to overlap), or all of them on one device.
+        tensors: flat, by name; on the CPU (pinned, if copies are to overlap), or all of
+            them on one device.
         device: where the update runs: the device, or the CPU.
     """
 
@@ -148,7 +177,9 @@ class DeviceMover:
         places = (self.device, *(x.device for x in tensors.values()))
         self._card = next((place for place in places if place.type == "cuda"), None)
         make: Callable[..., Any] = torch.cuda.Stream
-        self._copies_in, self._copies_out = (make(self._card) if self._card else None for _ in range(2))
+        self._copies_in, self._copies_out = (
+            make(self._card) if self._card else None for _ in range(2)
+        )
         self._here: dict[SubGroup, list[Tensor]] = {}
         self._cause: BaseException | None = None
 
@@ -159,14 +190,20 @@ class DeviceMover:
         self._check()
         is_on_cpu = self.device.type == "cpu"
         if self._copies_in and is_on_cpu:
-            self._copies_in.wait_stream(torch.cuda.current_stream(self._card))  # it computes the values to copy
+            # it computes the values to copy
+            self._copies_in.wait_stream(torch.cuda.current_stream(self._card))
         copies = []
         with _on(self._copies_in):
             for name in sub_group.names:
                 part = self._part(name, sub_group)
-                # PyTorch reuses pinned memory for the next sub-group once the last copy from it has ended.
-                copy = torch.empty_like(part, device=self.device, pin_memory=is_on_cpu and self._card is not None)
-                copies.append(copy if name in sub_group.made else copy.copy_(part, non_blocking=True))
+                # PyTorch reuses pinned memory for the next sub-group once the last copy from it has
+                # ended.
+                copy = torch.empty_like(
+                    part, device=self.device, pin_memory=is_on_cpu and self._card is not None
+                )
+                copies.append(
+                    copy if name in sub_group.made else copy.copy_(part, non_blocking=True)
+                )
             is_here = self._copies_in.record_event() if self._copies_in else None
         self._here[sub_group] = copies
 
@@ -213,7 +250,8 @@ class DeviceMover:
     def _check(self) -> None:
         if self._cause is not None:
             raise RuntimeError(
-                f"DeviceMover: part of the state was updated and part was not, since: {self._cause}; go on from a checkpoint"
+                f"DeviceMover: part of the state was updated and part was not, since: "
+                f"{self._cause}; go on from a checkpoint"
             ) from self._cause
 
 
@@ -227,7 +265,9 @@ class Resident:
         pass
 
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
-        return lambda: [self.tensors[name][sub_group.start : sub_group.stop] for name in sub_group.names]
+        return lambda: [
+            self.tensors[name][sub_group.start : sub_group.stop] for name in sub_group.names
+        ]
 
     def write_back(self, sub_group: SubGroup) -> Callable[[], object]:
         """See `Mover`: the views have changed the tensors already."""
@@ -250,13 +290,18 @@ class ByName:
     def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
         parts = [self._parts(group) for group in sub_groups]
         for mover in self._movers:
-            mover.check([part for of_group in parts for owner, part in of_group if owner is mover], num_alive)
+            mover.check(
+                [part for of_group in parts for owner, part in of_group if owner is mover],
+                num_alive,
+            )
 
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
         waits = [(part.names, mover.fetch(part)) for mover, part in self._parts(sub_group)]
 
         def finish() -> list[Tensor]:
-            found = {name: x for names, wait in waits for name, x in zip(names, wait(), strict=True)}
+            found = {
+                name: x for names, wait in waits for name, x in zip(names, wait(), strict=True)
+            }
             return [found[name] for name in sub_group.names]
 
         return finish

@@ -1,14 +1,18 @@
-"""`Offload`: the tensors of a rank's state that live off the device, in host memory or in files.
+"""`Offload`: the tensors of a rank's state that live off the device, in host memory or
+in files.
 
-It allocates the tensors of a flat buffer in the memory that the plan places them in, updates them, and moves them to another
-memory. Each of these operations is one stream of sub-groups (`fzero.storage.stream`). A stream reads every tensor where it
-lives: in a file, in host memory, or on the device of the update. A forward or backward uses a `MovingTransfer`
-(`fzero.storage.shard_io`) to load shards of parameters and to write shards of gradients. If the model is on the CPU, host memory
-is device memory, and nothing moves. A buffer whose master and optimizer state live elsewhere is updated on the CPU
-(`buffer_sizes.updates_on_host`).
+It allocates the tensors of a flat buffer in the memory that the plan places them in,
+updates them, and moves them to another memory. Each of these operations is one stream
+of sub-groups (`fzero.storage.stream`). A stream reads every tensor where it lives: in a
+file, in host memory, or on the device of the update. A forward or backward uses a
+`MovingTransfer` (`fzero.storage.shard_io`) to load shards of parameters and to write
+shards of gradients. If the model is on the CPU, host memory is device memory, and
+nothing moves. A buffer whose master and optimizer state live elsewhere is updated on
+the CPU (`buffer_sizes.updates_on_host`).
 
-If one rank's files fail, no rank may go on: before updated parameters are all-gathered, every rank reports whether its files
-are good (`agree`). If one rank's files are not good, all ranks raise, and no rank's state can be used any more.
+If one rank's files fail, no rank may go on: before updated parameters are all-gathered,
+every rank reports whether its files are good (`agree`). If one rank's files are not
+good, all ranks raise, and no rank's state can be used any more.
 """
 
 from __future__ import annotations
@@ -61,21 +65,32 @@ class Offload:
         used = (name for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
         self.passes_use_files = any(name in self._files for name in used)
         self._away = {
-            key for key, leaves in self._leaves.items() if not all(self._is_here(leaves, name) for name in leaves.homes)
+            key
+            for key, leaves in self._leaves.items()
+            if not all(self._is_here(leaves, name) for name in leaves.homes)
         }
         trained = [b for b in plan.flat_buffers if b.trainable]
         self._wholes = {b.key for b in trained if not b.elementwise or self.joins(b)}
         self._on_host = {b.key for b in trained if updates_on_host(b, plan)}
         cut_ = [self._leaves[b.key] for b in trained if b.key not in self._wholes]
-        self._most = max((sum(n in self._files for n in (*of.names, of.grad)) for of in cut_), default=0)
-        self._extra = max((of.param != of.updated and of.param in self._files for of in cut_), default=False)
+        self._most = max(
+            (sum(n in self._files for n in (*of.names, of.grad)) for of in cut_), default=0
+        )
+        self._extra = max(
+            (of.param != of.updated and of.param in self._files for of in cut_), default=False
+        )
         self._ahead = plan.streaming.ahead(self._most)
-        alive, spare = 1 + sum(self._ahead.values()), plan.streaming.num_pooled(self._most, self._extra)
+        alive, spare = (
+            1 + sum(self._ahead.values()),
+            plan.streaming.num_pooled(self._most, self._extra),
+        )
         spare -= alive * (self._most + self._extra)
         early = max((sum(name in self._files for name in of.names) for of in cut_), default=0)
         self._num_early = alive + spare // max(early, 1) if plan.streaming.read_ahead else 0
         longest = max((of.numel for of in self._leaves.values()), default=0)
-        self.sub_group_numel = plan.streaming.sub_group(longest, (spec.dtype for _, spec in self._files.values()))
+        self.sub_group_numel = plan.streaming.sub_group(
+            longest, (spec.dtype for _, spec in self._files.values())
+        )
         self._staged_nbytes = staged_from_files(plan)
 
     def transfer(self, scratch: BufferPool) -> MovingTransfer:
@@ -88,7 +103,11 @@ class Offload:
         for key, leaves in self._leaves.items():
             is_cut = leaves.grad and key not in self._wholes and key not in still
             names = [name for name in leaves.names if name in self._files and is_cut]
-            for group in storage.stream.cut(names, leaves.numel, self.sub_group_numel)[:rest] if names else ():
+            for group in (
+                storage.stream.cut(names, leaves.numel, self.sub_group_numel)[:rest]
+                if names
+                else ()
+            ):
                 for name in names:
                     files.prefetch(name, group.start, group.stop)
                 rest -= 1
@@ -115,7 +134,7 @@ class Offload:
     def _device_of(self, place: Place) -> torch.device:
         return self.device if place == "here" else torch.device("cpu")
 
-    # --- making, updating, moving --------------------------------------------------------------------------------
+    # --- making, updating, moving -----------------------------------------------------------------
 
     def make_files(self, world: RankAxis) -> StateFiles | None:
         if not self._files:
@@ -123,9 +142,14 @@ class Offload:
         files, error = None, None
         try:
             files = storage.state_files.StateFiles(
-                self._files, self._streaming, sub_group_numel=self.sub_group_numel, most=self._most,
-                extra=self._extra, staged_nbytes=self._staged_nbytes, rank=world.global_rank(world.rank),
-            )  # fmt: skip
+                self._files,
+                self._streaming,
+                sub_group_numel=self.sub_group_numel,
+                most=self._most,
+                extra=self._extra,
+                staged_nbytes=self._staged_nbytes,
+                rank=world.global_rank(world.rank),
+            )
         except Exception as raised:
             error = raised
         try:
@@ -142,7 +166,12 @@ class Offload:
         return self._files == files.plan and self._has_room(files)
 
     def _has_room(self, files: StateFiles) -> bool:
-        return files.has_room(self._streaming, sub_group_numel=self.sub_group_numel, most=self._most, extra=self._extra)
+        return files.has_room(
+            self._streaming,
+            sub_group_numel=self.sub_group_numel,
+            most=self._most,
+            extra=self._extra,
+        )
 
     def init(
         self,
@@ -159,15 +188,25 @@ class Offload:
         found = {leaves.updated: values_S, **made}
         state = make().init(values_S.new_empty(0, device=self.runs_on(buffer)))
         self._init_streamed(buffer, files, found, values_S, state, make())
-        parts = {"params": made.get(leaves.param, param), "optimizer": with_long(state, leaves, found)}
+        parts = {
+            "params": made.get(leaves.param, param),
+            "optimizer": with_long(state, leaves, found),
+        }
         parts["grads"] = made[leaves.grad] if leaves.grad in made else self._here.zero_grads(buffer)
         return parts | ({"master": found[leaves.updated]} if buffer.has_master else {})
 
     def _init_streamed(
-        self, buffer: FlatParamPlan, files: StateFiles | None, found: Mapping[str, StoredTensor], values_S: Tensor, state: Any,
+        self,
+        buffer: FlatParamPlan,
+        files: StateFiles | None,
+        found: Mapping[str, StoredTensor],
+        values_S: Tensor,
+        state: Any,
         transform: Transform,
-    ) -> None:  # fmt: skip
-        """Writes the first values to where they live. Errors are kept for `agree` if there are files."""
+    ) -> None:
+        """Writes the first values to where they live. Errors are kept for `agree` if
+        there are files.
+        """
         if files is not None and files.cause is not None:
             return
         streamed = _streamed(self._leaves[buffer.key], lambda *_: transform, found, state)
@@ -175,19 +214,30 @@ class Offload:
         _run_stream(
             files,
             lambda: storage.stream.init_streamed(
-                [streamed], lambda _, a, b: values_S[a:b], mover, sub_group_numel=self.sub_group_numel, **self._ahead
+                [streamed],
+                lambda _, a, b: values_S[a:b],
+                mover,
+                sub_group_numel=self.sub_group_numel,
+                **self._ahead,
             ),
         )
 
-    def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+    def check(
+        self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]
+    ) -> None:
         check = self._here.check_places if self._files else self._here.check
         check(names, leaves, specs)
-        files = next((leaf.files for leaf in leaves if isinstance(leaf, FileTensor)), None) if self._files else None
+        files = (
+            next((leaf.files for leaf in leaves if isinstance(leaf, FileTensor)), None)
+            if self._files
+            else None
+        )
         if files is not None and not self._has_room(files):
             raise ValueError(
-                "state: its files must have this step's checksums and at least the buffers that it needs, but were made by a "
-                "step with other streaming (sub_group_size, buffer_count, checksums, pipeline_read, pipeline_write); move "
-                "the state there with fzero.place(state, step)"
+                "state: its files must have this step's checksums and at least the buffers that it "
+                "needs, but were made by a step with other streaming (sub_group_size, "
+                "buffer_count, checksums, pipeline_read, pipeline_write); move the state there "
+                "with fzero.place(state, step)"
             )
 
     def agree_on(self, tree: Any, world: RankAxis) -> None:
@@ -203,27 +253,38 @@ class Offload:
         *,
         scratch: BufferPool,
     ) -> TrainState[Any]:
-        """The state after these updates. If files are updated, it has handles of their next generation.
+        """The state after these updates. If files are updated, it has handles of their
+        next generation.
 
-        All elementwise updates are one stream. Two kinds of buffers are updated before it, one at a time: buffers whose optimizer
-        needs full parameters, and buffers whose updated shards are all-gathered into memory off the device.
+        All elementwise updates are one stream. Two kinds of buffers are updated before
+        it, one at a time: buffers whose optimizer needs full parameters, and buffers
+        whose updated shards are all-gathered into memory off the device.
 
-        *Collective* where there are files, or such buffers: every rank. An overflow (`skip`) writes no file.
+        *Collective* where there are files, or such buffers: every rank. An overflow
+        (`skip`) writes no file.
 
         Raises:
-            StoreError: on every rank, if files of one rank failed; the state cannot be used any more.
+            StoreError: on every rank, if files of one rank failed; the state cannot be
+                used any more.
         """
         handles = handles_of(state)
         for handle in handles:
             handle.check_age()
-        files = handles[0].files if handles else None  # `agree` reports a failure that only this rank knows of
+        # `agree` reports a failure that only this rank knows of
+        files = handles[0].files if handles else None
         if files is not None and skip is not None and bool(skip):
             files.rest()  # waits for the sub-groups that were read ahead
             agree(files, mesh.world)
             return state
         try:
             wholes = [update for update in updates if update.buffer.key in self._wholes]
-            update_wholes(wholes, self._leaves, MovingTransfer(self.device, scratch), mesh.shard, joins=self.joins)
+            update_wholes(
+                wholes,
+                self._leaves,
+                MovingTransfer(self.device, scratch),
+                mesh.shard,
+                joins=self.joins,
+            )
         except BaseException as error:
             if files is not None:
                 files.fail_by_message(error)
@@ -236,14 +297,21 @@ class Offload:
         return state._replace(**{name: renewed(getattr(state, name)) for name in QUANTITIES})
 
     def _update(self, updates: Sequence[Update], files: StateFiles | None) -> None:
-        """Updates elementwise buffers in one stream. Errors are kept for `agree` if there are files."""
+        """Updates elementwise buffers in one stream. Errors are kept for `agree` if
+        there are files.
+        """
         if files is not None and files.cause is not None:
             return
         streamed, tensors = [], []
         for update in updates:
             tensors.append((update.buffer, tensors_of(update, self._leaves[update.buffer.key])))
             streamed.append(
-                _streamed(self._leaves[update.buffer.key], update.transform_at, tensors[-1][1], update.state)
+                _streamed(
+                    self._leaves[update.buffer.key],
+                    update.transform_at,
+                    tensors[-1][1],
+                    update.state,
+                )
             )
         mover = self._mover(tensors)
         _run_stream(
@@ -253,7 +321,9 @@ class Offload:
             ),
         )
 
-    def init_here(self, buffer: FlatParamPlan, param: Tensor, values_S: Tensor, make: Callable[[], Transform]) -> Parts:
+    def init_here(
+        self, buffer: FlatParamPlan, param: Tensor, values_S: Tensor, make: Callable[[], Transform]
+    ) -> Parts:
         return self._here.init_here(buffer, param, values_S, make)
 
     def move(self, buffer: FlatParamPlan, files: StateFiles | None, parts: Parts) -> Parts:
@@ -268,10 +338,15 @@ class Offload:
         longs = dict(zip(leaves.longs, long_tensors(state, leaves), strict=True))
         made = {name: self._moved(x, name, leaves, files) for name, x in longs.items()}
         tensors, treespec = optree.tree_flatten(state)
-        short = [x if name else x.to(self.runs_on(buffer)) for name, x in zip(leaves.of_state, tensors, strict=True)]
+        short = [
+            x if name else x.to(self.runs_on(buffer))
+            for name, x in zip(leaves.of_state, tensors, strict=True)
+        ]
         return moved | {"optimizer": with_long(treespec.unflatten(short), leaves, made)}
 
-    def _moved(self, x: StoredTensor, name: str, leaves: Leaves, files: StateFiles | None) -> StoredTensor:
+    def _moved(
+        self, x: StoredTensor, name: str, leaves: Leaves, files: StateFiles | None
+    ) -> StoredTensor:
         if isinstance(x, FileTensor) and x.files is files:
             return x
         placement = leaves.homes[name].placement
@@ -290,14 +365,21 @@ class Offload:
         def copy(group: SubGroup, tensors: list[Tensor]) -> None:
             tensors[0].copy_(x[group.start : group.stop])
 
-        groups = storage.stream.cut((name,), files.plan[name][1].numel, self.sub_group_numel, made=(name,))
+        groups = storage.stream.cut(
+            (name,), files.plan[name][1].numel, self.sub_group_numel, made=(name,)
+        )
         if files.cause is None:
-            _run_stream(files, lambda: storage.stream.stream_update(copy, files.mover(name), groups, **self._ahead))
+            _run_stream(
+                files,
+                lambda: storage.stream.stream_update(
+                    copy, files.mover(name), groups, **self._ahead
+                ),
+            )
         return files.handle(name)
 
     def _empty(self, leaves: Leaves, files: StateFiles | None) -> dict[str, StoredTensor]:
-        """New tensors of a buffer that is partly off the device: all tensors off the device, and the optimizer state and
-        gradient on it."""
+        """New tensors of a buffer that is partly off the device: all tensors off the
+        device, and the optimizer state and gradient on it."""
         tensors: dict[str, StoredTensor] = {}
         if all(self._is_here(leaves, name) for name in leaves.homes):
             return tensors
@@ -310,11 +392,17 @@ class Offload:
                 device = self.device if kind == "here" else torch.device("cpu")
                 like = torch.empty(home.numel, dtype=torch_dtype(home.dtype), device=device)
                 is_away = kind == "host"
-                tensors[name] = home.placement.put(like, may_pin=self._may_pin(leaves, name)) if is_away else like
+                tensors[name] = (
+                    home.placement.put(like, may_pin=self._may_pin(leaves, name))
+                    if is_away
+                    else like
+                )
         return tensors
 
     def _may_pin(self, leaves: Leaves, name: str) -> bool:
-        """Whether a step copies a tensor. Only such a one is pinned: PyTorch takes up to twice the bytes for pinned memory."""
+        """Whether a step copies a tensor. Only such a one is pinned: PyTorch takes up
+        to twice the bytes for pinned memory.
+        """
         crosses = name in (leaves.param, leaves.grad) or leaves.updated not in self._on_host
         return crosses and torch.cuda.is_available()
 
@@ -333,19 +421,28 @@ class Offload:
         mover_of |= dict.fromkeys(there, storage.movers.Resident(there))
         for place, moved in to.items():
             if moved:
-                mover_of |= dict.fromkeys(moved, storage.movers.DeviceMover(moved, self._device_of(place)))
+                mover_of |= dict.fromkeys(
+                    moved, storage.movers.DeviceMover(moved, self._device_of(place))
+                )
         return storage.movers.ByName(mover_of)
 
 
 def _streamed(
-    leaves: Leaves, transform_at: Callable[..., Transform], tensors: Mapping[str, StoredTensor], state: Any
+    leaves: Leaves,
+    transform_at: Callable[..., Transform],
+    tensors: Mapping[str, StoredTensor],
+    state: Any,
 ) -> Streamed:
     out = leaves.param if leaves.param != leaves.updated and leaves.param in tensors else None
-    return storage.stream.Streamed(leaves.names, leaves.numel, transform_at, None, state, out=out, grad=leaves.grad)
+    return storage.stream.Streamed(
+        leaves.names, leaves.numel, transform_at, None, state, out=out, grad=leaves.grad
+    )
 
 
 def _run_stream(files: StateFiles | None, run: Callable[[], None]) -> None:
-    """Runs a stream. If the stream uses files, an error marks them as failed, for `agree`. Otherwise it is raised here."""
+    """Runs a stream. If the stream uses files, an error marks them as failed, for
+    `agree`. Otherwise it is raised here.
+    """
     try:
         run()
     except Exception as error:

@@ -1,7 +1,8 @@
-"""`Leaves`: the flat tensors that one rank holds of a flat buffer, by name, with the memory where each of them lives.
+"""`Leaves`: the flat tensors that one rank holds of a flat buffer, by name, with the
+memory where each of them lives.
 
-An optimizer state is a tree. Its *long* tensors are as long as the parameters. They live where the plan places them, and are
-replaced by name (`with_long`).
+An optimizer state is a tree. Its *long* tensors are as long as the parameters. They
+live where the plan places them, and are replaced by name (`with_long`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Leaves(NamedTuple):
     updated: str
     """The master, or the rank's shard of the parameters where there is none."""
     of_state: tuple[str, ...]
-    """The tensors of the optimizer state in their order; short ones have empty names, and live where the update runs."""
+    """The tensors of the optimizer state in their order; short ones have empty names,
+    and live where the update runs.
+    """
     param: str
     """The parameters; the same as `updated` if there is no master."""
     grad: str
@@ -49,7 +52,9 @@ class Leaves(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors that an update reads and writes, except the gradient and the model's parameters."""
+        """The tensors that an update reads and writes, except the gradient and the
+        model's parameters.
+        """
         return (self.updated, *self.longs)
 
 
@@ -57,12 +62,16 @@ def leaves_of(plan: Plan, buffer: FlatParamPlan) -> Leaves:
     """The flat tensors that a rank holds of a buffer under a plan."""
     leaves = plan.leaves(buffer)
     homes = {
-        leaf.stream_name: Home(leaf.spec.placement, leaf.spec.dtype, leaf.spec.local_shape(plan.mesh)[0])
+        leaf.stream_name: Home(
+            leaf.spec.placement, leaf.spec.dtype, leaf.spec.local_shape(plan.mesh)[0]
+        )
         for leaf in leaves
         if leaf.is_long
     }
     names = {leaf.quantity: leaf.stream_name for leaf in leaves}
-    of_state = tuple(leaf.stream_name if leaf.is_long else "" for leaf in leaves if leaf.quantity == "optimizer")
+    of_state = tuple(
+        leaf.stream_name if leaf.is_long else "" for leaf in leaves if leaf.quantity == "optimizer"
+    )
     numel = buffer.flow.updated_numel if buffer.trainable else 0
     return Leaves(buffer.key, of_state, names["params"], names.get("grads", ""), numel, homes)
 
@@ -73,12 +82,18 @@ def long_tensors(state: Any, leaves: Leaves) -> list[StoredTensor]:
 
 
 def tensors_of(update: Update, leaves: Leaves) -> dict[str, StoredTensor]:
-    """The tensors that the update of a buffer reads and writes, by name, each where it lives."""
-    found = dict(zip(leaves.names, (update.master, *long_tensors(update.state, leaves)), strict=True))
+    """The tensors that the update of a buffer reads and writes, by name, each where it
+    lives.
+    """
+    found = dict(
+        zip(leaves.names, (update.master, *long_tensors(update.state, leaves)), strict=True)
+    )
     return {leaves.param: update.param, leaves.grad: update.grad} | found
 
 
 def with_long(state: Any, leaves: Leaves, tensors: Mapping[str, StoredTensor]) -> Any:
     """The optimizer state with these tensors instead of its long ones."""
     found, treespec = optree.tree_flatten(state)
-    return treespec.unflatten([tensors.get(name, x) for name, x in zip(leaves.of_state, found, strict=True)])
+    return treespec.unflatten(
+        [tensors.get(name, x) for name, x in zip(leaves.of_state, found, strict=True)]
+    )

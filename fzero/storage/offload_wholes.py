@@ -1,6 +1,8 @@
-"""`update_wholes`: updates flat buffers that live off the device and cannot be updated by sub-groups.
+"""`update_wholes`: updates flat buffers that live off the device and cannot be updated
+by sub-groups.
 
-Such a buffer's optimizer needs full parameters, or its updated shards are all-gathered into memory off the device.
+Such a buffer's optimizer needs full parameters, or its updated shards are all-gathered
+into memory off the device.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ def update_wholes(
     *,
     joins: Callable[[FlatParamPlan], bool],
 ) -> None:
-    """Updates one buffer after the other, while the next buffer's tensors are loaded and the previous one's are written back.
+    """Updates one buffer after the other, while the next buffer's tensors are loaded
+    and the previous one's are written back.
 
-    A file error does not raise here. The rank continues with zeros, because the others wait for its part of the sums.
+    A file error does not raise here. The rank continues with zeros, because the others
+    wait for its part of the sums.
 
     *Collective* where there are such buffers: every rank.
 
@@ -69,5 +73,7 @@ def update_wholes(
 
 
 def _is_made(buffer: FlatParamPlan, leaves: Leaves, name: str) -> bool:
-    """Whether the update overwrites this tensor without reading it. It does so for parameters that are cast from a master."""
+    """Whether the update overwrites this tensor without reading it. It does so for
+    parameters that are cast from a master.
+    """
     return buffer.has_master and name == leaves.param

@@ -4,4 +4,6 @@ import mmap
 
 PAGE = mmap.PAGESIZE
 CHUNK = 1 << 16
-"""Memory for full tensors is a multiple of so many bytes: the granularity of file transfers, also with checksums."""
+"""Memory for full tensors is a multiple of so many bytes: the granularity of file
+transfers, also with checksums.
+"""

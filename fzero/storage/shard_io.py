@@ -1,10 +1,13 @@
-"""`MovingTransfer`: loads shards of parameters for a forward-backward, and writes shards of gradients back to their homes.
+"""`MovingTransfer`: loads shards of parameters for a forward-backward, and writes
+shards of gradients back to their homes.
 
-A forward-backward names the next shard in advance, so that it is prefetched while the present one is used, and goes on while
-shards of gradients are written. For shards on the device all of this does nothing.
+A forward-backward names the next shard in advance, so that it is prefetched while the
+present one is used, and goes on while shards of gradients are written. For shards on
+the device all of this does nothing.
 
-A file error breaks the state but raises nothing here: the rank goes on with zeros, so that the others do not wait for it, and all
-ranks raise at the end (`fzero.storage.file_agreement.agree`).
+A file error breaks the state but raises nothing here: the rank goes on with zeros, so
+that the others do not wait for it, and all ranks raise at the end
+(`fzero.storage.file_agreement.agree`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from fzero.storage.shard_transfer import BufferPool, write_here
 
 @final
 class MovingTransfer:
-    """Loads shards to the device of a forward-backward, and writes gradients from there.
+    """Loads shards to the device of a forward-backward, and writes gradients from
+    there.
 
     Args:
         scratch: the pool of its buffers.
@@ -38,20 +42,28 @@ class MovingTransfer:
         self._copies_in: torch.cuda.Stream | None = None
         self._copies_out: torch.cuda.Stream | None = None  # while some may be under way
 
-    # --- loading -------------------------------------------------------------------------------------------------
+    # --- loading ----------------------------------------------------------------------------------
 
     def prefetch(self, name: str, x: StoredTensor) -> None:
         """Starts to load a shard, if there is room; `load` returns it."""
         is_here = isinstance(x, Tensor) and x.device == self.device
-        if not is_here and name not in self._coming and (self.most is None or len(self._coming) < self.most):
+        if (
+            not is_here
+            and name not in self._coming
+            and (self.most is None or len(self._coming) < self.most)
+        ):
             self._coming[name] = self._start(name, x)
 
     def load(self, name: str, x: StoredTensor) -> Tensor:
-        """The shard on the device: itself if it lives there, else a copy, to be returned with `scratch.give`."""
+        """The shard on the device: itself if it lives there, else a copy, to be
+        returned with `scratch.give`.
+        """
         return (self._coming.pop(name, None) or self._start(name, x))()
 
     def fresh(self, x: StoredTensor) -> Tensor:
-        """An uninitialised tensor like the result of `load`; the shard itself if it lives on the device."""
+        """An uninitialised tensor like the result of `load`; the shard itself if it
+        lives on the device.
+        """
         if isinstance(x, Tensor) and x.device == self.device:
             return x
         if self.device.type == "cpu":
@@ -59,7 +71,9 @@ class MovingTransfer:
         return torch.empty(x.numel(), dtype=x.dtype, device=self.device)
 
     def each(self, shards: Iterable[tuple[str, StoredTensor]]) -> Iterator[Tensor]:
-        """Yields one shard after the other on the device, valid until the next is requested; the next is prefetched."""
+        """Yields one shard after the other on the device, valid until the next is
+        requested; the next is prefetched.
+        """
         rest = deque(shards)
         while rest:
             name, x = rest.popleft()
@@ -110,7 +124,7 @@ class MovingTransfer:
 
         return finish
 
-    # --- writing back --------------------------------------------------------------------------------------------
+    # --- writing back -----------------------------------------------------------------------------
 
     def write_back(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
         """See `ShardTransfer`."""
@@ -149,7 +163,11 @@ class MovingTransfer:
         """Writes to a home in a file; returns the tensor that holds the final values."""
         while len(self._leaving) >= MOST_LEAVING or (adds and self._leaving):
             self._end_leaving()
-        flat = self._start_file(name, home)() if adds else self.scratch.take_paged(home.numel(), home.dtype)
+        flat = (
+            self._start_file(name, home)()
+            if adds
+            else self.scratch.take_paged(home.numel(), home.dtype)
+        )
         if adds and flat.device != torch.device("cpu"):
             flat = self.scratch.take_paged(home.numel(), home.dtype).copy_(flat)
         _ = flat.add_(values.to(flat.device)) if adds else flat.copy_(values)

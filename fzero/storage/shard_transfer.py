@@ -1,7 +1,9 @@
-"""`ShardTransfer`: loads the shards that a forward-backward reads, and writes its gradients to their homes.
+"""`ShardTransfer`: loads the shards that a forward-backward reads, and writes its
+gradients to their homes.
 
-Where all of them are on its device, nothing moves (`Resident`). `fzero.storage.shard_io.MovingTransfer` is for shards in other
-memory. Both take their buffers from a `BufferPool`.
+Where all of them are on its device, nothing moves (`Resident`).
+`fzero.storage.shard_io.MovingTransfer` is for shards in other memory. Both take their
+buffers from a `BufferPool`.
 
 Shape letters: S elements of a shard.
 """
@@ -28,9 +30,11 @@ AnyLeaf = TypeVar("AnyLeaf", Tensor, "StoredTensor")
 
 
 class BufferPool:
-    """Flat buffers for gathered parameters, unreduced gradients and shards in transfer, reused by size and dtype.
+    """Flat buffers for gathered parameters, unreduced gradients and shards in transfer,
+    reused by size and dtype.
 
-    Memory that is new to the process costs a page fault per 4 kB. CUDA's allocator caches memory anyway.
+    Memory that is new to the process costs a page fault per 4 kB. CUDA's allocator
+    caches memory anyway.
     """
 
     def __init__(self) -> None:
@@ -40,7 +44,11 @@ class BufferPool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised buffer."""
         free = self._free[numel, dtype]
-        return free.pop() if free and device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
+        return (
+            free.pop()
+            if free and device.type == "cpu"
+            else torch.empty(numel, dtype=dtype, device=device)
+        )
 
     def take_paged(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised buffer on the CPU for direct I/O."""
@@ -51,8 +59,13 @@ class BufferPool:
     def give(self, flat: Tensor) -> None:
         """Takes a buffer back for reuse, unless a view of it is still alive."""
         storage = flat.untyped_storage()
-        if flat.device.type == "cpu" and torch._C._storage_Use_Count(storage._cdata) == 2:  # `flat` and `storage`
-            is_paged = storage.data_ptr() % PAGE == 0 and storage.nbytes() > 0 and storage.nbytes() % CHUNK == 0
+        # `flat` and `storage`
+        if flat.device.type == "cpu" and torch._C._storage_Use_Count(storage._cdata) == 2:
+            is_paged = (
+                storage.data_ptr() % PAGE == 0
+                and storage.nbytes() > 0
+                and storage.nbytes() % CHUNK == 0
+            )
             (self._paged if is_paged else self._free)[flat.numel(), flat.dtype].append(flat)
 
 
@@ -72,22 +85,28 @@ class ShardTransfer(Protocol):
         ...
 
     def load(self, name: str, x: StoredTensor) -> Tensor:
-        """The shard on the device: itself if it lives there, else a copy, to be returned with `scratch.give`."""
+        """The shard on the device: itself if it lives there, else a copy, to be
+        returned with `scratch.give`.
+        """
         ...
 
     def each(self, shards: Iterable[tuple[str, StoredTensor]]) -> Iterator[Tensor]:
-        """Yields one shard after the other on the device, valid until the next is requested; the next is prefetched."""
+        """Yields one shard after the other on the device, valid until the next is
+        requested; the next is prefetched.
+        """
         ...
 
     def write_back(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
-        """Writes values to a shard's home, or adds them to it. The caller may free `values` when this returns, and change them
-        unless they are the home's own memory.
+        """Writes values to a shard's home, or adds them to it. The caller may free
+        `values` when this returns, and change them unless they are the home's own
+        memory.
 
         Args:
             values: on the device; to be added, also in the home's memory.
 
         Returns:
-            A tensor in memory that holds what is now in the home, perhaps in another dtype.
+            A tensor in memory that holds what is now in the home, perhaps in another
+            dtype.
         """
         ...
 
@@ -130,7 +149,9 @@ class Resident:
 
 
 def write_here(home: Tensor, values: Tensor, *, adds: bool) -> Tensor:
-    """Writes or adds to a home on the same device; returns the tensor that holds the final values."""
+    """Writes or adds to a home on the same device; returns the tensor that holds the
+    final values.
+    """
     if adds:
         return home.add_(values)
     if home is not values and home.data_ptr() != values.data_ptr():
@@ -139,7 +160,9 @@ def write_here(home: Tensor, values: Tensor, *, adds: bool) -> Tensor:
 
 
 def own_shard(flat: AnyLeaf, buffer: FlatParamPlan, shard: int) -> AnyLeaf:
-    """The rank's shard (S) of the part of a flat buffer that it holds: all (P), that shard, or that shard and others."""
+    """The rank's shard (S) of the part of a flat buffer that it holds: all (P), that
+    shard, or that shard and others.
+    """
     numel = buffer.shard_numel
     if flat.numel() == numel:
         return flat
@@ -149,7 +172,9 @@ def own_shard(flat: AnyLeaf, buffer: FlatParamPlan, shard: int) -> AnyLeaf:
 
 
 def updated_part(flat: AnyLeaf, buffer: FlatParamPlan, shard: int) -> AnyLeaf:
-    """The part of a flat buffer's parameters or gradients that a rank updates: all of it, or its shard."""
+    """The part of a flat buffer's parameters or gradients that a rank updates: all of
+    it, or its shard.
+    """
     return own_shard(flat, buffer, shard) if buffer.flow.updates == "shard" else flat
 
 
@@ -161,8 +186,8 @@ def to_device(x: Tensor | FileTensor | FilePart, device: torch.device) -> Tensor
 def read_later(number: Tensor) -> Callable[[], int]:
     """Begins to copy a number to the host; the result returns it.
 
-    `int(number)` would wait until a GPU has done all that it was given, and then it idles. This waits only for what it was given
-    before the copy.
+    `int(number)` would wait until a GPU has done all that it was given, and then it
+    idles. This waits only for what it was given before the copy.
     """
     if number.device.type != "cuda":
         return partial(int, number)
@@ -177,5 +202,7 @@ def read_later(number: Tensor) -> Callable[[], int]:
 
 
 def part_of(x: Tensor | FileTensor | FilePart, start: int, stop: int) -> Any:
-    """Elements [start, stop) of a flat tensor: a view, or a `FilePart`. Both have `copy_` and `[:]`."""
+    """Elements [start, stop) of a flat tensor: a view, or a `FilePart`. Both have
+    `copy_` and `[:]`.
+    """
     return x[start:stop] if isinstance(x, Tensor) else x.part(slice(start, stop))

@@ -1,17 +1,21 @@
-"""`stream_update`: updates offloaded state one sub-group at a time, while the next ones are read and the last ones written.
+"""`stream_update`: updates offloaded state one sub-group at a time, while the next ones
+are read and the last ones written.
 
     fetch       | 0 | 1 | 2 | 3 |
     update          | 0 | 1 | 2 | 3 |
     write back          | 0 | 1 | 2 | 3 |
 
-A *sub-group* is a range of elements of some flat tensors. Only a `Mover` knows where they live (`fzero.storage.movers`). At most
-`1 + read_ahead + write_behind` sub-groups are in transfer or updated at once, so memory does not grow with the state.
+A *sub-group* is a range of elements of some flat tensors. Only a `Mover` knows where
+they live (`fzero.storage.movers`). At most `1 + read_ahead + write_behind` sub-groups
+are in transfer or updated at once, so memory does not grow with the state.
 
-A stream that fails midway leaves part of the state updated. It then marks the mover as failed; its state cannot be used again.
+A stream that fails midway leaves part of the state updated. It then marks the mover as
+failed; its state cannot be used again.
 
-`update_streamed` is the stream of an elementwise transform's updates. The result has the same bits as an update of the full
-tensors: sub-groups are multiples of 32 elements, and counters advance once, with the last sub-group. A transform may depend on
-the range of elements (`stochastic` rounding and `out` of `fzero.optim.mixed_precision` do).
+`update_streamed` is the stream of an elementwise transform's updates. The result has
+the same bits as an update of the full tensors: sub-groups are multiples of 32 elements,
+and counters advance once, with the last sub-group. A transform may depend on the range
+of elements (`stochastic` rounding and `out` of `fzero.optim.mixed_precision` do).
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.optim.transforms import Transform, long_leaves, separate
 
 LANES = 32
-"""Sub-groups are multiples of so many elements, so that a vectorised kernel rounds as it does on full tensors."""
+"""Sub-groups are multiples of so many elements, so that a vectorised kernel rounds as
+it does on full tensors.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +42,10 @@ class SubGroup:
     """Elements [start, stop) of the flat tensors of these names.
 
     Attributes:
-        made: the names of tensors that the update overwrites without reading: they need not be fetched.
-        kept: the names of tensors that the update does not change: they need not be put.
+        made: the names of tensors that the update overwrites without reading: they need
+            not be fetched.
+        kept: the names of tensors that the update does not change: they need not be
+            put.
 
     >>> SubGroup(("exp_avg", "exp_avg_sq"), 0, 64).numel
     64
@@ -54,36 +62,55 @@ class SubGroup:
         return self.stop - self.start
 
     def __str__(self) -> str:
-        """For traces: the name of the updated tensor, which is the first, and the elements."""
-        return f"{self.names[0]} {self.start}:{self.stop}" if self.names else f"{self.start}:{self.stop}"
+        """For traces: the name of the updated tensor, which is the first, and the
+        elements.
+        """
+        return (
+            f"{self.names[0]} {self.start}:{self.stop}"
+            if self.names
+            else f"{self.start}:{self.stop}"
+        )
 
 
 class Mover(Protocol):
-    """Moves sub-groups to the device of the update and back. `fetch` and `write_back` return functions that wait."""
+    """Moves sub-groups to the device of the update and back. `fetch` and `write_back`
+    return functions that wait.
+    """
 
     def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
         """Raises a ValueError unless there is room for `num_alive` of these at once."""
 
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
-        """Starts to fetch a sub-group. The caller may write to its tensors, in the order of the names, until it is put.
+        """Starts to fetch a sub-group. The caller may write to its tensors, in the
+        order of the names, until it is put.
 
         The contents of its `made` tensors are undefined.
         """
 
     def write_back(self, sub_group: SubGroup) -> Callable[[], object]:
-        """Starts to write the present values of a fetched sub-group back, except its `kept` tensors, which are discarded."""
+        """Starts to write the present values of a fetched sub-group back, except its
+        `kept` tensors, which are discarded.
+        """
 
     def fence(self) -> None:
         """Waits for everything that was put. Raises if anything failed."""
 
     def fail(self, cause: BaseException) -> None:
-        """Waits for all transfers. Every later call raises, because the state is only partly updated."""
+        """Waits for all transfers. Every later call raises, because the state is only
+        partly updated.
+        """
 
 
 def cut(
-    names: Sequence[str], numel: int, sub_group_numel: int, *, made: Sequence[str] = (), kept: Sequence[str] = ()
+    names: Sequence[str],
+    numel: int,
+    sub_group_numel: int,
+    *,
+    made: Sequence[str] = (),
+    kept: Sequence[str] = (),
 ) -> list[SubGroup]:
-    """The sub-groups of flat tensors of `numel` elements, in order; for empty tensors a single, empty sub-group.
+    """The sub-groups of flat tensors of `numel` elements, in order; for empty tensors a
+    single, empty sub-group.
 
     Args:
         made, kept: see `SubGroup`.
@@ -96,12 +123,15 @@ def cut(
     """
     if sub_group_numel < LANES or sub_group_numel % LANES:
         raise ValueError(
-            f"sub_group_numel: must be a positive multiple of {LANES}, got {sub_group_numel}; round it up, so that the kernels "
-            f"use the same vectors as an update of full tensors"
+            f"sub_group_numel: must be a positive multiple of {LANES}, got {sub_group_numel}; "
+            f"round it up, so that the kernels use the same vectors as an update of full tensors"
         )
     of_names = {"names": tuple(names), "made": tuple(made), "kept": tuple(kept)}
     starts = range(0, numel, sub_group_numel) or (0,)
-    return [SubGroup(start=start, stop=min(start + sub_group_numel, numel), **of_names) for start in starts]
+    return [
+        SubGroup(start=start, stop=min(start + sub_group_numel, numel), **of_names)
+        for start in starts
+    ]
 
 
 def stream_update(
@@ -116,16 +146,21 @@ def stream_update(
 
     Args:
         update: changes the tensors of a sub-group in place.
-        sub_groups: each element at most once; sub-groups of several flat tensors may follow each other.
-        read_ahead, write_behind: how many sub-groups are in transfer before, and after, the one that is being updated.
+        sub_groups: each element at most once; sub-groups of several flat tensors may
+            follow each other.
+        read_ahead, write_behind: how many sub-groups are in transfer before, and after,
+            the one that is being updated.
 
     Raises:
-        ValueError: the mover has no room for that, or a number is negative; nothing was done.
-        Exception: from the update or the mover, whose state cannot be used any more then.
+        ValueError: the mover has no room for that, or a number is negative; nothing was
+            done.
+        Exception: from the update or the mover, whose state cannot be used any more
+            then.
     """
     if read_ahead < 0 or write_behind < 0:
         raise ValueError(
-            f"stream_update: read_ahead and write_behind must be at least 0, got {read_ahead}, {write_behind}"
+            f"stream_update: read_ahead and write_behind must be at least 0, got {read_ahead}, "
+            f"{write_behind}"
         )
     mover.check(sub_groups, 1 + read_ahead + write_behind)
     fetched: deque[Callable[[], list[Tensor]]] = deque()
@@ -150,9 +185,13 @@ def stream_update(
 
 
 def _update_fetched(
-    update: Callable[[SubGroup, list[Tensor]], None], sub_group: SubGroup, wait: Callable[[], list[Tensor]]
+    update: Callable[[SubGroup, list[Tensor]], None],
+    sub_group: SubGroup,
+    wait: Callable[[], list[Tensor]],
 ) -> None:
-    """A function of its own, so that no local variable holds the tensors when they are written back."""
+    """A function of its own, so that no local variable holds the tensors when they are
+    written back.
+    """
     with profiler_range("wait fetch", sub_group):
         tensors = wait()
     with profiler_range("update", sub_group):
@@ -165,20 +204,30 @@ def _end_put(sub_group: SubGroup, wait: Callable[[], object]) -> None:
 
 
 class Streamed(NamedTuple):
-    """A flat parameter or its master, with its optimizer state, which a mover moves; tensors have `numel` elements."""
+    """A flat parameter or its master, with its optimizer state, which a mover moves;
+    tensors have `numel` elements.
+    """
 
     names: tuple[str, ...]
-    """The mover's names of the parameter and then of the state's long tensors in their order."""
+    """The mover's names of the parameter and then of the state's long tensors in their
+    order.
+    """
     numel: int
     transform_at: Callable[..., Transform]
-    """The elementwise transform of elements [start, stop). With `out`, called as (start, stop, tensor); it must also write the
-    new parameters into the tensor."""
+    """The elementwise transform of elements [start, stop). With `out`, called as
+    (start, stop, tensor); it must also write the new parameters into the tensor."""
     grad_at: Callable[[int, int], Tensor] | None
-    """The gradient of elements [start, stop), on the device of the update, which may write to it. None where `grad` names it."""
+    """The gradient of elements [start, stop), on the device of the update, which may
+    write to it. None where `grad` names it.
+    """
     state: Any
-    """The part of the state that is not moved: `transform.init(torch.empty(0))`, with counters."""
+    """The part of the state that is not moved: `transform.init(torch.empty(0))`, with
+    counters.
+    """
     out: str | None = None
-    """The mover's name of the model's parameters, where they are a copy of the updated tensor that is moved too."""
+    """The mover's name of the model's parameters, where they are a copy of the updated
+    tensor that is moved too.
+    """
     grad: str | None = None
     """The mover's name of the gradient, where it is moved too."""
 
@@ -199,7 +248,8 @@ def init_streamed(
     sub_group_numel: int,
     **ahead: int,
 ) -> None:
-    """Writes the initial parameters, which `param_at(name, start, stop)` returns, and optimizer states to their homes.
+    """Writes the initial parameters, which `param_at(name, start, stop)` returns, and
+    optimizer states to their homes.
 
     The other arguments are those of `update_streamed`.
     """
@@ -220,17 +270,24 @@ def init_streamed(
     groups = []
     for buffer in buffers:
         names = buffer.all_names
-        groups += [(buffer, group) for group in cut(names, buffer.numel, sub_group_numel, made=names)]
+        groups += [
+            (buffer, group) for group in cut(names, buffer.numel, sub_group_numel, made=names)
+        ]
     _stream(init, groups, mover, ahead)
 
 
-def update_streamed(buffers: Sequence[Streamed], mover: Mover, *, sub_group_numel: int, **ahead: int) -> None:
-    """Updates parameters and state by sub-groups, bit for bit as their transforms do on full tensors.
+def update_streamed(
+    buffers: Sequence[Streamed], mover: Mover, *, sub_group_numel: int, **ahead: int
+) -> None:
+    """Updates parameters and state by sub-groups, bit for bit as their transforms do on
+    full tensors.
 
     Args:
         buffers: in the order in which they are updated, as one stream.
-        sub_group_numel: elements of a sub-group, a multiple of 32 (and of the mover's own granularity).
-        ahead: `read_ahead` and `write_behind` of `stream_update`, which also documents the errors.
+        sub_group_numel: elements of a sub-group, a multiple of 32 (and of the mover's
+            own granularity).
+        ahead: `read_ahead` and `write_behind` of `stream_update`, which also documents
+            the errors.
     """
     groups = []
     for buffer in buffers:
@@ -261,7 +318,10 @@ def _update(buffer: Streamed, group: SubGroup, at: dict[str, Tensor]) -> None:
 
 
 def _stream(
-    work: StreamedUpdate, groups: Sequence[tuple[Streamed, SubGroup]], mover: Mover, ahead: dict[str, int]
+    work: StreamedUpdate,
+    groups: Sequence[tuple[Streamed, SubGroup]],
+    mover: Mover,
+    ahead: dict[str, int],
 ) -> None:
     buffer_of = {group.names: buffer for buffer, group in groups}
 

@@ -1,7 +1,9 @@
-"""The laws of a comm hook (`fzero.comms.comm_hooks`), so that its gather and reduce-scatter can replace the exact ones.
+"""The laws of a comm hook (`fzero.comms.comm_hooks`), so that its gather and
+reduce-scatter can replace the exact ones.
 
-Both run on all ranks of a job in lockstep (`fzero.comms.lockstep`), several rounds in sequence, each with the state of the
-previous round. From the laws of each it follows that the two are adjoint, up to the declared error.
+Both run on all ranks of a job in lockstep (`fzero.comms.lockstep`), several rounds in
+sequence, each with the state of the previous round. From the laws of each it follows
+that the two are adjoint, up to the declared error.
 Shape letters: W ranks, S elements of a shard, P = W·S.
 """
 
@@ -27,15 +29,18 @@ from fzero.optim.transforms import leaf_names, same_bits
 from fzero.testing.laws import Laws
 from sharding.views import torch_dtype
 
-GUARD = 4  # elements of other tensors before and after the argument of a collective, in the same memory
+# elements of other tensors before and after the argument of a collective, in the same memory
+GUARD = 4
 LARGE = 512
-"""From this number of elements in a shard on, a hook must not send more than the exact collectives: overhead such as a code
-book, a scale or a header is small then."""
+"""From this number of elements in a shard on, a hook must not send more than the exact
+collectives: overhead such as a code book, a scale or a header is small then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Rounds of a gather and a reduce-scatter of random whole numbers, which are distinct within a round."""
+    """Rounds of a gather and a reduce-scatter of random whole numbers, which are
+    distinct within a round.
+    """
 
     world_size: int
     shard_numel: int
@@ -117,13 +122,15 @@ class _Round(NamedTuple):
     gather_state: Any
     sum: Any
     reduce_state: Any
-    is_unchanged: tuple[bool, bool]  # whether the arguments of gather and of reduce_scatter are unchanged
+    # whether the arguments of gather and of reduce_scatter are unchanged
+    is_unchanged: tuple[bool, bool]
 
 
 class _Run(NamedTuple):
     """The results of the rounds, by rank and round."""
 
-    first_states: list[tuple[Any, Any]]  # the initial states of gather and of reduce_scatter, by rank
+    # the initial states of gather and of reduce_scatter, by rank
+    first_states: list[tuple[Any, Any]]
     rounds: list[list[_Round]]
     sent: list[list[CommRecord]]
     sent_nbytes: list[int]
@@ -131,7 +138,11 @@ class _Run(NamedTuple):
 
     def each(self) -> Iterator[tuple[int, int, _Round]]:
         """(rank, index, round) of every round."""
-        return ((rank, index, one) for rank, rounds in enumerate(self.rounds) for index, one in enumerate(rounds))
+        return (
+            (rank, index, one)
+            for rank, rounds in enumerate(self.rounds)
+            for index, one in enumerate(rounds)
+        )
 
     def beside(self, other: _Run) -> Iterator[tuple[int, _Round, _Round]]:
         """(rank, round, the same round of another run)."""
@@ -160,7 +171,9 @@ def _run(declared: Declared, example: Rounds, *, is_late: bool = False) -> _Run:
             shard, full = _Given.of(shards[index, rank]), _Given.of(fulls[index, rank])
             gathered, of_gather = hook.gather(shard.x, axis, of_gather)
             added, of_reduce = _reduce(hook, full.x, axis, of_reduce, is_late=is_late)
-            full_P, gather_state, sum_S, reduce_state = _copy((gathered, of_gather, added, of_reduce))
+            full_P, gather_state, sum_S, reduce_state = _copy(
+                (gathered, of_gather, added, of_reduce)
+            )
             is_unchanged = shard.is_unchanged, full.is_unchanged
             found.append(_Round(full_P, gather_state, sum_S, reduce_state, is_unchanged))
         return found
@@ -169,8 +182,12 @@ def _run(declared: Declared, example: Rounds, *, is_late: bool = False) -> _Run:
     return _Run(first, by_rank, sent, hub.sent_nbytes, hub.num_left)
 
 
-def _reduce(hook: CommHook, full_P: Tensor, axis: LockstepAxis, state: Any, *, is_late: bool) -> tuple[Tensor, Any]:
-    """A reduction as in a step: immediate, or of values that an earlier collective is still writing."""
+def _reduce(
+    hook: CommHook, full_P: Tensor, axis: LockstepAxis, state: Any, *, is_late: bool
+) -> tuple[Tensor, Any]:
+    """A reduction as in a step: immediate, or of values that an earlier collective is
+    still writing.
+    """
     if not is_late:
         return hook.reduce_scatter(full_P, axis, state)
     written = torch.full_like(full_P, torch.nan)
@@ -180,7 +197,9 @@ def _reduce(hook: CommHook, full_P: Tensor, axis: LockstepAxis, state: Any, *, i
 
 
 def _copy(tree: Any) -> Any:
-    return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree, none_is_leaf=True)
+    return optree.tree_map(
+        lambda x: x.clone() if isinstance(x, Tensor) else x, tree, none_is_leaf=True
+    )
 
 
 COLLECTIVE_LAWS = Laws[Declared, Rounds](rounds())
@@ -188,8 +207,9 @@ COLLECTIVE_LAWS = Laws[Declared, Rounds](rounds())
 
 @COLLECTIVE_LAWS.law(
     "shards of any number of elements must be taken, none and odd numbers too, and nothing raised",
-    "The error above is your function's; a codec copies bytes (x.clone(memory_format=torch.contiguous_format)) before it views "
-    "them as a wider dtype, for they may have any strides, and are none of an empty shard",
+    "The error above is your function's; a codec copies bytes "
+    "(x.clone(memory_format=torch.contiguous_format)) before it views them as a wider dtype, for "
+    "they may have any strides, and are none of an empty shard",
 )
 def _raises(declared: Declared, example: Rounds) -> str | None:
     for is_late in (False, True):
@@ -213,10 +233,14 @@ def _does_not_end(declared: Declared, example: Rounds) -> str | None:
     return f"{run.num_left} messages are never received" if run.num_left else None
 
 
-@COLLECTIVE_LAWS.law("tensors that it is given must stay as they are", "Write to a copy, or to a new tensor")
+@COLLECTIVE_LAWS.law(
+    "tensors that it is given must stay as they are", "Write to a copy, or to a new tensor"
+)
 def _writes(declared: Declared, example: Rounds) -> str | None:
     for rank, _, round_ in _run(declared, example).each():
-        for name, is_unchanged in zip(("gather", "reduce_scatter"), round_.is_unchanged, strict=True):
+        for name, is_unchanged in zip(
+            ("gather", "reduce_scatter"), round_.is_unchanged, strict=True
+        ):
             if not is_unchanged:
                 return f"{name} writes to what it is given on rank {rank}, or around it"
     return None
@@ -229,11 +253,16 @@ def _writes(declared: Declared, example: Rounds) -> str | None:
 def _has_another_form(declared: Declared, example: Rounds) -> str | None:
     dtype, numel = torch_dtype(example.dtype), example.shard_numel
     for rank, _, round_ in _run(declared, example).each():
-        forms = (("gather", round_.full, numel * example.world_size), ("reduce_scatter", round_.sum, numel))
+        forms = (
+            ("gather", round_.full, numel * example.world_size),
+            ("reduce_scatter", round_.sum, numel),
+        )
         for name, found, expected in forms:
             form = (tuple(found.shape), found.dtype) if isinstance(found, Tensor) else found
             if form != ((expected,), dtype):
-                return f"{name} gives {form} on rank {rank}, where ({expected},) and {dtype} is meant"
+                return (
+                    f"{name} gives {form} on rank {rank}, where ({expected},) and {dtype} is meant"
+                )
     return None
 
 
@@ -251,7 +280,8 @@ def _ranks_disagree(declared: Declared, example: Rounds) -> str | None:
 
 
 @COLLECTIVE_LAWS.law(
-    "gather must join the shards of all ranks in rank order, each element to max_error of the largest",
+    "gather must join the shards of all ranks in rank order, each element to max_error of the "
+    "largest",
     "Put shard r at [r·S, (r+1)·S), or declare the error",
 )
 def _gathers_otherwise(declared: Declared, example: Rounds) -> str | None:
@@ -263,7 +293,8 @@ def _gathers_otherwise(declared: Declared, example: Rounds) -> str | None:
 
 
 @COLLECTIVE_LAWS.law(
-    "reduce_scatter must give this rank's shard of the sum over ranks, to max_error of the ranks' largest elements",
+    "reduce_scatter must give this rank's shard of the sum over ranks, to max_error of the ranks' "
+    "largest elements",
     "Add up, do not average; or declare the error",
 )
 def _adds_otherwise(declared: Declared, example: Rounds) -> str | None:
@@ -286,7 +317,10 @@ def _loses_otherwise(declared: Declared, example: Rounds) -> str | None:
         expected = torch.cat([lossy(shard_S) for shard_S in example.shards[0]])
         if fault := _is_far(rounds[0].full, expected, 0.0):
             return f"gather {fault}"
-        parts = [lossy(full_P.view(example.world_size, example.shard_numel))[rank] for full_P in example.fulls[0]]
+        parts = [
+            lossy(full_P.view(example.world_size, example.shard_numel))[rank]
+            for full_P in example.fulls[0]
+        ]
         rounding = 2.0**-20 * sum(map(_largest, parts))
         if fault := _is_far(rounds[0].sum, torch.stack(parts).double().sum(0), rounding):
             return f"reduce_scatter on rank {rank} {fault}"
@@ -294,13 +328,16 @@ def _loses_otherwise(declared: Declared, example: Rounds) -> str | None:
 
 
 @COLLECTIVE_LAWS.law(
-    "the state must keep its structure, shapes and dtypes", "Let init make every tensor that will be there"
+    "the state must keep its structure, shapes and dtypes",
+    "Let init make every tensor that will be there",
 )
 def _state_changes_form(declared: Declared, example: Rounds) -> str | None:
     run = _run(declared, example)
     for rank, _, round_ in run.each():
         states = (round_.gather_state, round_.reduce_state)
-        for name, first, state in zip(("gather", "reduce_scatter"), run.first_states[rank], states, strict=True):
+        for name, first, state in zip(
+            ("gather", "reduce_scatter"), run.first_states[rank], states, strict=True
+        ):
             if _form(state) != _form(first):
                 return f"on rank {rank} init gives {_form(first)} and {name} {_form(state)}"
     return None
@@ -308,7 +345,9 @@ def _state_changes_form(declared: Declared, example: Rounds) -> str | None:
 
 def _form(state: Any) -> list[tuple[str, Any]]:
     leaves = optree.tree_leaves(state)
-    kinds = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
+    kinds = [
+        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in leaves
+    ]
     return list(zip(leaf_names(state), kinds, strict=True))
 
 
@@ -348,13 +387,20 @@ def _sends_more(declared: Declared, example: Rounds) -> str | None:
 
 
 @COLLECTIVE_LAWS.law(
-    "each function must send nbytes to every other rank", "Let nbytes be the bytes of one encoded shard"
+    "each function must send nbytes to every other rank",
+    "Let nbytes be the bytes of one encoded shard",
 )
 def _plans_otherwise(declared: Declared, example: Rounds) -> str | None:
     itemsize, numel = torch_dtype(example.dtype).itemsize, example.shard_numel
-    planned = 2 * (example.world_size - 1) * declared.hook.nbytes(numel, itemsize) * example.num_rounds
+    planned = (
+        2 * (example.world_size - 1) * declared.hook.nbytes(numel, itemsize) * example.num_rounds
+    )
     sent = {sum(one.nbytes for one in of_rank) for of_rank in _run(declared, example).sent}
-    return f"ranks send {sorted(sent)} bytes and nbytes returns {planned}" if numel and sent != {planned} else None
+    return (
+        f"ranks send {sorted(sent)} bytes and nbytes returns {planned}"
+        if numel and sent != {planned}
+        else None
+    )
 
 
 @COLLECTIVE_LAWS.law(
@@ -365,7 +411,9 @@ def _reads_early(declared: Declared, example: Rounds) -> str | None:
     at_once, late = _run(declared, example), _run(declared, example, is_late=True)
     for rank, one, other in at_once.beside(late):
         if not same_bits(one.sum, other.sum):
-            return f"reduce_scatter on rank {rank} gives {other.sum.tolist()} for {one.sum.tolist()}"
+            return (
+                f"reduce_scatter on rank {rank} gives {other.sum.tolist()} for {one.sum.tolist()}"
+            )
     return None
 
 
@@ -375,7 +423,10 @@ def _is_far(found: Tensor, expected: Tensor, bound: float) -> str | None:
     gap = _largest(found.double() - expected.double())
     if gap <= bound:  # false where the gap is NaN
         return None
-    return f"gives {found.tolist()} for {expected.tolist()}: {gap:g} apart, where {bound:g} is declared"
+    return (
+        f"gives {found.tolist()} for {expected.tolist()}: {gap:g} apart, where {bound:g} is "
+        f"declared"
+    )
 
 
 def _largest(x: Tensor) -> float:

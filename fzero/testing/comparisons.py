@@ -1,4 +1,6 @@
-"""Comparisons of states, tensors and numbers, for `fzero.testing.training_machine`. Each describes a difference in words."""
+"""Comparisons of states, tensors and numbers, for `fzero.testing.training_machine`.
+Each describes a difference in words.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ def copied(state: TrainState[Tensor]) -> TrainState[Tensor]:
     return copy
 
 
-def changed(before: TrainState[Tensor], after: TrainState[Tensor], *, but: tuple[str, ...] = ()) -> str | None:
+def changed(
+    before: TrainState[Tensor], after: TrainState[Tensor], *, but: tuple[str, ...] = ()
+) -> str | None:
     """The first tensor with other bits; the fields `but` are ignored."""
     nothing: dict[str, Any] = {field: {} for field in but}
     before, after = in_memory(before)._replace(**nothing), in_memory(after)._replace(**nothing)
-    for name, x, y in zip(names_of(before), optree.tree_leaves(before), optree.tree_leaves(after), strict=True):
+    for name, x, y in zip(
+        names_of(before), optree.tree_leaves(before), optree.tree_leaves(after), strict=True
+    ):
         if not same_bits(x, y):
             return f"{name} changed"
     return None
@@ -53,7 +59,8 @@ def differs(found: Tensor, expected: Tensor, rounding: float, norm: float, name:
     """How a tensor differs from the expected one, or None.
 
     Args:
-        rounding: the allowed difference as a fraction of the gradient's norm, plus a little of their own; 0 for equal bits.
+        rounding: the allowed difference as a fraction of the gradient's norm, plus a
+            little of their own; 0 for equal bits.
         norm: the norm of the gradient.
     """
     if found.shape != expected.shape:
@@ -62,10 +69,15 @@ def differs(found: Tensor, expected: Tensor, rounding: float, norm: float, name:
     if torch.equal(found, expected):
         return None
     gap = (found - expected).abs().max().item()
-    allowed = rounding * max(norm, norm**2) + (2.0**-18 * expected.abs().max().item() if rounding else 0.0)
+    allowed = rounding * max(norm, norm**2) + (
+        2.0**-18 * expected.abs().max().item() if rounding else 0.0
+    )
     if gap <= allowed:
         return None
-    return f"{name} is {found.tolist()}, not {expected.tolist()}: {gap:.3g} apart where {allowed:.3g} is rounding"
+    return (
+        f"{name} is {found.tolist()}, not {expected.tolist()}: {gap:.3g} apart where "
+        f"{allowed:.3g} is rounding"
+    )
 
 
 def names_of(state: TrainState[Any]) -> list[str]:

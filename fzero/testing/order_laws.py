@@ -1,4 +1,6 @@
-"""The laws that an order of parameters must keep, so that a flat buffer can follow it on every rank."""
+"""The laws that an order of parameters must keep, so that a flat buffer can follow it
+on every rank.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,14 @@ class OrderExample(NamedTuple):
     world_size: int
 
 
-ORDER_LAWS = Laws[OrderFunction, OrderExample](st.builds(OrderExample, st.integers(0, 40), st.integers(1, 64)))
+ORDER_LAWS = Laws[OrderFunction, OrderExample](
+    st.builds(OrderExample, st.integers(0, 40), st.integers(1, 64))
+)
 
 
-@ORDER_LAWS.law("it must be a permutation of the parameters", "Name every index from 0 to length - 1 once")
+@ORDER_LAWS.law(
+    "it must be a permutation of the parameters", "Name every index from 0 to length - 1 once"
+)
 def _is_no_permutation(order: OrderFunction, example: OrderExample) -> str | None:
     indices = tuple(order(example.length, example.world_size).indices)
     if len(indices) != example.length:
@@ -34,7 +40,10 @@ def _is_no_permutation(order: OrderFunction, example: OrderExample) -> str | Non
 
 @ORDER_LAWS.law("its inverse must undo it", "Return a sharding.Order, which has the inverse")
 def _is_not_undone(order: OrderFunction, example: OrderExample) -> str | None:
-    found, names = order(example.length, example.world_size), tuple(f"p{index}" for index in range(example.length))
+    found, names = (
+        order(example.length, example.world_size),
+        tuple(f"p{index}" for index in range(example.length)),
+    )
     ordered = tuple(found.apply(names))
     if ordered != tuple(names[index] for index in found.indices):
         return f"apply gives {ordered} where indices are {found.indices}"
@@ -42,7 +51,10 @@ def _is_not_undone(order: OrderFunction, example: OrderExample) -> str | None:
     return f"the inverse gives {undone}" if undone != names else None
 
 
-@ORDER_LAWS.law("equal arguments must give equal orders", "Draw no random numbers and remember nothing between calls")
+@ORDER_LAWS.law(
+    "equal arguments must give equal orders",
+    "Draw no random numbers and remember nothing between calls",
+)
 def _changes(order: OrderFunction, example: OrderExample) -> str | None:
     state = random.getstate()
     try:
@@ -57,7 +69,9 @@ def _differs_by_rank(order: OrderFunction, example: OrderExample) -> str | None:
     found: dict[int, tuple[int, ...]] = {}
     size = str(example.world_size)
     for rank in sorted({0, example.world_size // 2, example.world_size - 1}):
-        with patch.dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size):
+        with patch.dict(
+            os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size
+        ):
             found[rank] = tuple(order(example.length, example.world_size).indices)
         if found[rank] != found[0]:
             return f"rank 0 has {found[0]} and rank {rank} has {found[rank]}"

@@ -1,8 +1,10 @@
-"""`ReferenceTrainer`: one process with plain PyTorch, which computes the ranks of a job one after the other.
+"""`ReferenceTrainer`: one process with plain PyTorch, which computes the ranks of a job
+one after the other.
 
-It is the oracle of `fzero.testing.TrainingMachine`. It has no flat buffers, shards or units: only a module, its weights by
-name, and an optimizer of one tensor. It shares with a job the promised order of summation: micro-step by micro-step, and
-over the ranks in rank order, each in the dtype in which it is sent.
+It is the oracle of `fzero.testing.TrainingMachine`. It has no flat buffers, shards or
+units: only a module, its weights by name, and an optimizer of one tensor. It shares
+with a job the promised order of summation: micro-step by micro-step, and over the ranks
+in rank order, each in the dtype in which it is sent.
 
 Shape letters: A micro-steps, W ranks, B samples of a micro-step on one rank.
 """
@@ -25,10 +27,14 @@ from fzero.optim.transforms import Transform, leaf_names
 
 Numbers = dict[str, Tensor]  # tensors by name
 LANES = 32
-"""Zeros appended to a tensor for an update, as in a flat buffer, because a kernel may round the last few elements of a tensor
-differently."""
+"""Zeros appended to a tensor for an update, as in a flat buffer, because a kernel may
+round the last few elements of a tensor differently."""
 Precision = Literal["float32", "bfloat16", "float16"]
-COMPUTE: dict[Precision, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COMPUTE: dict[Precision, torch.dtype | None] = {
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,9 @@ class Job:
     placement: Literal["device", "host", "nvme", "parameters too"] = "device"
     """The placement of masters and optimizer state."""
     initial_scale_power: int = 8
-    """The exponent of the initial loss scale in fp16. The next three are options of the loss scale, too."""
+    """The exponent of the initial loss scale in fp16. The next three are options of the
+    loss scale, too.
+    """
     window: int = 2
     hysteresis: int = 1
     consecutive: bool = False
@@ -69,7 +77,10 @@ class Job:
             "hysteresis": self.hysteresis,
             "consecutive_hysteresis": self.consecutive,
         }
-        by_precision: dict[str, dict[str, Any]] = {"bfloat16": {"bf16": bf16}, "float16": {"fp16": fp16}}
+        by_precision: dict[str, dict[str, Any]] = {
+            "bfloat16": {"bf16": bf16},
+            "float16": {"fp16": fp16},
+        }
         return {
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.num_micro_steps,
@@ -88,7 +99,9 @@ class Job:
         power = self.initial_scale_power
         is_fp16 = self.precision == "float16"
         return (
-            LossScaling(2.0**power, True, self.window, self.hysteresis, self.consecutive) if is_fp16 else LossScaling()
+            LossScaling(2.0**power, True, self.window, self.hysteresis, self.consecutive)
+            if is_fp16
+            else LossScaling()
         )
 
     @property
@@ -98,7 +111,9 @@ class Job:
 
 
 class ReferenceOptimizer(NamedTuple):
-    """An optimizer of one tensor: `init(param)` returns its state, `update(grad, param, state)` the new parameter and state."""
+    """An optimizer of one tensor: `init(param)` returns its state,
+    `update(grad, param, state)` the new parameter and state.
+    """
 
     init: Callable[[Tensor], Numbers]
     update: Callable[[Tensor, Tensor, Numbers], tuple[Tensor, Numbers]]
@@ -115,15 +130,22 @@ def optimizer_of_torch(
     """
 
     def init(param: Tensor) -> Numbers:
-        return {name: torch.zeros(()) if name == "state.step" else torch.zeros_like(param) for name in names}
+        return {
+            name: torch.zeros(()) if name == "state.step" else torch.zeros_like(param)
+            for name in names
+        }
 
     def update(grad: Tensor, param: Tensor, state: Numbers) -> tuple[Tensor, Numbers]:
         param = param.clone().requires_grad_()
         optimizer = make([param])
-        optimizer.state[param].update({theirs: state[ours].clone() for ours, theirs in names.items()})
+        optimizer.state[param].update(
+            {theirs: state[ours].clone() for ours, theirs in names.items()}
+        )
         param.grad = grad
         optimizer.step()
-        return param.detach(), {ours: optimizer.state[param][theirs] for ours, theirs in names.items()}
+        return param.detach(), {
+            ours: optimizer.state[param][theirs] for ours, theirs in names.items()
+        }
 
     return ReferenceOptimizer(init, update)
 
@@ -200,34 +222,50 @@ class ReferenceOutcome(NamedTuple):
     scale: float  # the factor of the loss
     end: Literal["update", "skip", "error"]
     rounding: float
-    """The allowed difference of a job's numbers, as a fraction of the gradient's norm; 0 requires equal bits."""
+    """The allowed difference of a job's numbers, as a fraction of the gradient's norm;
+    0 requires equal bits.
+    """
 
 
 class ReferenceTrainer:
     """A model in training, in one process.
 
     Attributes:
-        weights: by name, without aliases: for a trained parameter the tensor that the optimizer updates, for a frozen one the
-            tensor that the model computes with.
-        state: the optimizer's, by parameter: flat tensors with zeros appended, and 0-d ones.
+        weights: by name, without aliases: for a trained parameter the tensor that the
+            optimizer updates, for a frozen one the tensor that the model computes with.
+        state: the optimizer's, by parameter: flat tensors with zeros appended, and 0-d
+            ones.
         num_updates: the number of updates so far.
         trained: the names of parameters that are not frozen.
-        compares: "bits" requires equal bits where the arithmetic is the same; "numbers" allows rounding everywhere.
+        compares: "bits" requires equal bits where the arithmetic is the same; "numbers"
+            allows rounding everywhere.
     """
 
     def __init__(
-        self, model: nn.Module, job: Job, optimizer: ReferenceOptimizer, compares: Literal["bits", "numbers"] = "bits"
+        self,
+        model: nn.Module,
+        job: Job,
+        optimizer: ReferenceOptimizer,
+        compares: Literal["bits", "numbers"] = "bits",
     ) -> None:
         self.optimizer, self.compares, self._module = optimizer, compares, copy.deepcopy(model)
         self._own_dtypes = {name: param.dtype for name, param in self._module.named_parameters()}
-        self.weights = {name: param.detach().clone() for name, param in self._module.named_parameters()}
-        self._adds_parts = len(self.weights) < sum(1 for _ in self._module.named_parameters(remove_duplicate=False))
-        self.trained = [name for name, param in self._module.named_parameters() if param.requires_grad]
+        self.weights = {
+            name: param.detach().clone() for name, param in self._module.named_parameters()
+        }
+        self._adds_parts = len(self.weights) < sum(
+            1 for _ in self._module.named_parameters(remove_duplicate=False)
+        )
+        self.trained = [
+            name for name, param in self._module.named_parameters() if param.requires_grad
+        ]
         self.compute_in(job.precision)
         self.begin(job.scaling)
 
     def compute_in(self, precision: Precision) -> None:
-        """Switches the model to these dtypes. Trained weights are kept in fp32, or in fp64 if they are so."""
+        """Switches the model to these dtypes. Trained weights are kept in fp32, or in
+        fp64 if they are so.
+        """
         self._dtype = COMPUTE[precision]
         for name, param in self._module.named_parameters():
             param.data = self.weights[name].to(self._dtype or self._own_dtypes[name], copy=True)
@@ -236,7 +274,9 @@ class ReferenceTrainer:
 
     def begin(self, scaling: LossScaling) -> None:
         """Starts training from the present weights."""
-        self.state = {name: self.optimizer.init(_lengthened(self.weights[name])) for name in self.trained}
+        self.state = {
+            name: self.optimizer.init(_lengthened(self.weights[name])) for name in self.trained
+        }
         self.num_updates, self.loss_scale = 0, ReferenceLossScale(scaling)
 
     def step(self, job: Job, batch_W: Any) -> ReferenceOutcome:
@@ -251,7 +291,9 @@ class ReferenceTrainer:
                 wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
                 torch.autograd.backward(wide * self.loss_scale.scale)
                 for name, param in self._module.named_parameters():
-                    grads[name, micro, rank] = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+                    grads[name, micro, rank] = (
+                        torch.zeros_like(param) if param.grad is None else param.grad.clone()
+                    )
         mean, scale = sum(losses) / len(losses), self.loss_scale.scale
         collected = {name: _added_up(grads, name, job) for name in self.trained}
         norm = math.sqrt(sum(_norm(grad) ** 2 for grad in collected.values())) / scale
@@ -270,10 +312,14 @@ class ReferenceTrainer:
 
     def take(self, weights: Numbers, state: Mapping[str, Numbers]) -> None:
         """Continues with these numbers."""
-        self.weights |= {name: weight.to(self.weights[name].dtype).clone() for name, weight in weights.items()}
+        self.weights |= {
+            name: weight.to(self.weights[name].dtype).clone() for name, weight in weights.items()
+        }
         for name, numbers in state.items():
             old = self.state[name]
-            self.state[name] = {k: _lengthened(numbers[k]) if x.ndim else numbers[k].clone() for k, x in old.items()}
+            self.state[name] = {
+                k: _lengthened(numbers[k]) if x.ndim else numbers[k].clone() for k, x in old.items()
+            }
 
     def evaluate(self, job: Job, batch_W: Any) -> float:
         """The mean loss over ranks, of full batches."""
@@ -284,13 +330,17 @@ class ReferenceTrainer:
         return sum(whole) / len(whole)
 
     def rounding(self, *, clips: bool = False) -> float:
-        """The allowed difference of a job's numbers, as a fraction of the gradient's norm.
+        """The allowed difference of a job's numbers, as a fraction of the gradient's
+        norm.
 
-        A norm is a sum in an order that depends on the layout. For a tied parameter, the parts of the gradient are summed here
-        before the division, and in a job after it.
+        A norm is a sum in an order that depends on the layout. For a tied parameter,
+        the parts of the gradient are summed here before the division, and in a job
+        after it.
         """
         if self.compares == "numbers" or self._adds_parts:
-            return {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}.get(self._dtype or torch.float32, 2.0**-18)
+            return {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}.get(
+                self._dtype or torch.float32, 2.0**-18
+            )
         return 2.0**-18 if clips else 0.0
 
     def _load(self) -> None:
@@ -312,7 +362,9 @@ class ReferenceTrainer:
 
     def _update(self, name: str, grad: Tensor) -> None:
         weight = self.weights[name]
-        new, self.state[name] = self.optimizer.update(_lengthened(grad), _lengthened(weight), self.state[name])
+        new, self.state[name] = self.optimizer.update(
+            _lengthened(grad), _lengthened(weight), self.state[name]
+        )
         self.weights[name] = new[: weight.numel()].view(weight.shape)
 
 
@@ -324,26 +376,34 @@ def _lengthened(x: Tensor) -> Tensor:
 
 
 def _norm(grad: Tensor) -> float:
-    return float(torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)))
+    return float(
+        torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+    )
 
 
 def _added_up(grads: Mapping[tuple[str, int, int], Tensor], name: str, job: Job) -> Tensor:
     """The mean gradient of a parameter over micro-steps and ranks.
 
-    Stages 2 and 3 add up over the ranks in each micro-step, the others over the micro-steps first.
+    Stages 2 and 3 add up over the ranks in each micro-step, the others over the
+    micro-steps first.
     """
     num_ranks, num_micro_steps = job.world_size, job.num_micro_steps
     share = 1 / (num_ranks * num_micro_steps)
     if job.stage >= 2 and num_ranks > 1:
-        return _total([
-            _total([grads[name, micro, rank] * share for rank in range(num_ranks)]) for micro in range(num_micro_steps)
-        ])  # fmt: skip
+        return _total(
+            [
+                _total([grads[name, micro, rank] * share for rank in range(num_ranks)])
+                for micro in range(num_micro_steps)
+            ]
+        )
     by_rank = []
     for rank in range(num_ranks):
         total = grads[name, 0, rank] * share
         wide = torch.promote_types(total.dtype, torch.float32)
         for micro in range(1, num_micro_steps):
-            total = torch.add(total.to(wide), grads[name, micro, rank].to(wide), alpha=share).to(total.dtype)
+            total = torch.add(total.to(wide), grads[name, micro, rank].to(wide), alpha=share).to(
+                total.dtype
+            )
         by_rank.append(total)
     return _total(by_rank)
 

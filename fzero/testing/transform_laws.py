@@ -1,7 +1,9 @@
-"""The laws that an optimizer transform must keep, so that every ZeRO stage, precision and placement can use it.
+"""The laws that an optimizer transform must keep, so that every ZeRO stage, precision
+and placement can use it.
 
-The examples are updates of one flat buffer, cut into shards as in fzero. A fault is described in words, with the tensor that
-differs. Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard, W ranks.
+The examples are updates of one flat buffer, cut into shards as in fzero. A fault is
+described in words, with the tensor that differs. Shape letters: P padded elements of a
+flat buffer = W·S, S elements of a shard, W ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ GUARD = 8 * ALIGNMENT  # elements of other tensors before and after a shard, in 
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """Updates of one flat buffer with random numbers of very different magnitudes; padding is zero.
+    """Updates of one flat buffer with random numbers of very different magnitudes;
+    padding is zero.
 
     >>> layout = FlatLayout(("w",), ((3,),), world_size=2, multiple_of=32)
     >>> updates = Updates(layout, "float32", num_updates=4, seed=0)
@@ -42,7 +45,8 @@ class Updates:
     dtype: str
     num_updates: int
     seed: int
-    start: int = 0  # the number of earlier updates, by the state's own counts (`fzero.optim.elementwise.started`)
+    # the number of earlier updates, by the state's own counts (`fzero.optim.elementwise.started`)
+    start: int = 0
 
     @property
     def param(self) -> Tensor:
@@ -69,8 +73,11 @@ class Updates:
 
 
 def updates(min_parameters: int = 0, max_parameters: int = 4) -> st.SearchStrategy[Updates]:
-    """Updates of buffers on a few ranks, including empty ones, and ones of which some ranks hold padding only."""
-    parameters = shapes() | st.tuples(st.integers(ALIGNMENT + 1, 6 * ALIGNMENT))  # large enough for several ranks
+    """Updates of buffers on a few ranks, including empty ones, and ones of which some
+    ranks hold padding only.
+    """
+    # large enough for several ranks
+    parameters = shapes() | st.tuples(st.integers(ALIGNMENT + 1, 6 * ALIGNMENT))
     aligned = layouts(max_parameters, 5, min_parameters=min_parameters, parameters=parameters).map(
         lambda layout: replace(layout, multiple_of=ALIGNMENT)
     )
@@ -86,7 +93,9 @@ def updates(min_parameters: int = 0, max_parameters: int = 4) -> st.SearchStrate
 
 def several_updates() -> st.SearchStrategy[list[Updates]]:
     """Updates of several buffers of one dtype, with different numbers of updates."""
-    return st.lists(updates(), min_size=1, max_size=4).map(lambda them: [replace(x, dtype=them[0].dtype) for x in them])
+    return st.lists(updates(), min_size=1, max_size=4).map(
+        lambda them: [replace(x, dtype=them[0].dtype) for x in them]
+    )
 
 
 class Skips(NamedTuple):
@@ -105,9 +114,11 @@ class Cut(NamedTuple):
 
 Make = Callable[[], Transform]  # makes a new instance of the transform
 TRANSFORM_LAWS = Laws[Make, Any](updates(min_parameters=1))
-CAPTURE_LAWS = Laws[Make, Updates](updates())  # the additional laws for a step that is compiled as one graph
+# the additional laws for a step that is compiled as one graph
+CAPTURE_LAWS = Laws[Make, Updates](updates())
 RATE_LAWS = Laws[Callable[[Any], Transform], Updates](updates(min_parameters=1))
-"""The law for a function of the learning rate in a step that is compiled as one graph."""
+"""The law for a function of the learning rate in a step that is compiled as one graph.
+"""
 
 
 def _run(transform: Transform, param: Tensor, grads: Sequence[Tensor] | Tensor, start: int) -> Any:
@@ -126,7 +137,9 @@ def _copy(tree: Any) -> Any:
 def _differs(found: Any, expected: Any) -> str | None:
     """The first tensor of (parameter, state) that is not the expected one bit for bit."""
     names = ["the parameter", *leaf_names(expected[1])]
-    for name, x, y in zip(names, optree.tree_leaves(found), optree.tree_leaves(expected), strict=True):
+    for name, x, y in zip(
+        names, optree.tree_leaves(found), optree.tree_leaves(expected), strict=True
+    ):
         if not same_bits(x, y):
             return name
     return None
@@ -134,17 +147,25 @@ def _differs(found: Any, expected: Any) -> str | None:
 
 EMPTY = st.builds(
     Updates,
-    st.builds(lambda world_size: FlatLayout((), (), world_size, multiple_of=ALIGNMENT), world_sizes(3)),
+    st.builds(
+        lambda world_size: FlatLayout((), (), world_size, multiple_of=ALIGNMENT), world_sizes(3)
+    ),
     st.sampled_from(["float32", "float64"]),
     num_updates=st.integers(1, 2),
     seed=st.just(0),
 )
-LARGE = Updates(FlatLayout(("p",), ((1 << 17,),), 2, multiple_of=ALIGNMENT), "float32", num_updates=2, seed=0)
-"""The buffer that is always tried, to detect what an update does for many elements only."""
+LARGE = Updates(
+    FlatLayout(("p",), ((1 << 17,),), 2, multiple_of=ALIGNMENT), "float32", num_updates=2, seed=0
+)
+"""The buffer that is always tried, to detect what an update does for many elements
+only.
+"""
 
 
 def long(num_updates: int) -> tuple[Updates]:
-    """The run on two ranks that is always tried, to detect what an update does periodically."""
+    """The run on two ranks that is always tried, to detect what an update does
+    periodically.
+    """
     layout = FlatLayout(("p",), ((2 * ALIGNMENT,),), 2, multiple_of=ALIGNMENT)
     return (Updates(layout, "float32", num_updates, seed=0),)
 
@@ -155,13 +176,13 @@ def long_late_and_large(num_updates: int) -> tuple[Updates, ...]:
     return (*long(num_updates), *late, LARGE)
 
 
-# --- the laws, in the order in which they are tried; the first ones have the clearest messages --------------------
+# --- the laws, in the order in which they are tried; the first ones have the clearest messages ----
 
 
 @TRANSFORM_LAWS.law(
     "specs must describe exactly what init makes",
-    "Give each tensor of the state the spec that it needs: dataclasses.replace(param_spec, ...) keeps what is the same, "
-    "and fzero.optim.transforms.step_spec(param_spec) is that of a count",
+    "Give each tensor of the state the spec that it needs: dataclasses.replace(param_spec, ...) "
+    "keeps what is the same, and fzero.optim.transforms.step_spec(param_spec) is that of a count",
     st.builds(Cut, tensor_specs(dtypes=("float32", "float64", "bfloat16")), world_sizes()),
 )
 def _misplaced(make: Make, cut: Cut) -> str | None:
@@ -182,7 +203,10 @@ def _misplaced(make: Make, cut: Cut) -> str | None:
         if made != (described.local_shape(world_size), described.dtype):
             return f"init makes {name} with shape and dtype {made} and specs describes {described}"
         if described.placement != spec.placement:
-            return f"specs puts {name} on {described.placement} and its parameter is on {spec.placement}"
+            return (
+                f"specs puts {name} on {described.placement} and its parameter is on "
+                f"{spec.placement}"
+            )
     return None
 
 
@@ -198,7 +222,8 @@ def _fails(make: Make, example: Updates) -> str | None:
 
 @TRANSFORM_LAWS.law(
     "an update must keep structure, shapes and dtypes",
-    "Return gradient, parameter and state as they came; a state is one NamedTuple of tensors, made in init",
+    "Return gradient, parameter and state as they came; a state is one NamedTuple of tensors, made "
+    "in init",
     updates(),
     long,
 )
@@ -231,10 +256,17 @@ def _aliased(make: Make, example: Updates) -> str | None:
     for index, grad in enumerate([None, *example.grads]):
         if grad is not None:
             _, param, state = transform.update(grad.clone(), param, state)
-        named = zip(["the parameter", *leaf_names(state)], [param, *optree.tree_leaves(state)], strict=True)
+        named = zip(
+            ["the parameter", *leaf_names(state)], [param, *optree.tree_leaves(state)], strict=True
+        )
         for (first, x), (second, y) in combinations(named, 2):
-            if max(x.data_ptr(), y.data_ptr()) < min(x.data_ptr() + x.nbytes, y.data_ptr() + y.nbytes):
-                return f"{first} and {second} share memory after {f'update {index}' if index else 'init'}"
+            if max(x.data_ptr(), y.data_ptr()) < min(
+                x.data_ptr() + x.nbytes, y.data_ptr() + y.nbytes
+            ):
+                return (
+                    f"{first} and {second} share memory after "
+                    f"{f'update {index}' if index else 'init'}"
+                )
     return None
 
 
@@ -281,7 +313,8 @@ def _remembers(make: Make, example: Updates) -> str | None:
 
 @TRANSFORM_LAWS.law(
     "the state must be all that an update remembers",
-    "Keep what an update remembers in the state: nothing in a closure, nothing by id() or data_ptr()",
+    "Keep what an update remembers in the state: nothing in a closure, nothing by id() or "
+    "data_ptr()",
     corners=long,
 )
 def _is_disturbed(make: Make, example: Updates) -> str | None:
@@ -299,16 +332,21 @@ def _is_disturbed(make: Make, example: Updates) -> str | None:
     state, other_state = started(transform, param, example.start), other.init(other_param)
     for grad, other_grad in zip(example.grads, others.grads, strict=True):
         _, param, state = transform.update(grad.clone(), param, state)
-        _, other_param, other_state = other.update(torch.cat([other_grad, extra]), other_param, other_state)
+        _, other_param, other_state = other.update(
+            torch.cat([other_grad, extra]), other_param, other_state
+        )
     if differs := _differs((param, state), expected):
-        return f"updates go another way in {differs} when those of another flat buffer come between them"
+        return (
+            f"updates go another way in {differs} when those of another flat buffer come "
+            f"between them"
+        )
     return None
 
 
 @TRANSFORM_LAWS.law(
     "the update of a shard must be the shard of the update, bit for bit",
-    "Let each element go its own way; a transform that needs norms or sums over others takes `contents` "
-    "(fzero.optim.ShardContents)",
+    "Let each element go its own way; a transform that needs norms or sums over others takes "
+    "`contents` (fzero.optim.ShardContents)",
     updates(),
     long_late_and_large,
 )
@@ -317,12 +355,15 @@ def _sees_others(make: Make, example: Updates) -> str | None:
     differs = find_cut(make(), example.param, example.grads, bounds, start=example.start)
     if not differs:
         return None
-    return f"the shards of {len(bounds)} ranks, updated one by one, differ from the whole in {differs}"
+    return (
+        f"the shards of {len(bounds)} ranks, updated one by one, differ from the whole in {differs}"
+    )
 
 
 @TRANSFORM_LAWS.law(
     "a skipped update must leave everything as it was, bit for bit",
-    "Let update_skip_if(skip, ...) advance nothing where skip is true and be update where it is not, or leave it out",
+    "Let update_skip_if(skip, ...) advance nothing where skip is true and be update where it is "
+    "not, or leave it out",
     st.builds(Skips, updates(min_parameters=1), overflow_patterns(max_steps=4, max_world_size=3)),
     lambda num: (Skips(*long(num), ((True,), (False,))), Skips(LARGE, ((True,),))),
 )
@@ -345,7 +386,8 @@ def _is_not_skipped(make: Make, example: Skips) -> str | None:
 
 @TRANSFORM_LAWS.law(
     "an update of 16-bit numbers must be that of the same numbers in fp32, rounded at the end",
-    "Let nothing depend on how many elements are updated at a time, nor on memory that an earlier update had",
+    "Let nothing depend on how many elements are updated at a time, nor on memory that an earlier "
+    "update had",
     corners=lambda _: (LARGE,),
 )
 def _is_not_widened(make: Make, example: Updates) -> str | None:
@@ -357,26 +399,38 @@ def _is_not_widened(make: Make, example: Updates) -> str | None:
     for tile in (None, tiled):
         own, out = param.clone(), param.bfloat16()
         how = mixed_precision(
-            skip_if(torch.tensor(False), transform), state_dtype="float32", factor=factor, out=out, tile=tile
+            skip_if(torch.tensor(False), transform),
+            state_dtype="float32",
+            factor=factor,
+            out=out,
+            tile=tile,
         )
         state = at_count(how.init(own), counts, example.start) if example.start else how.init(own)
         for grad in grads:
             _, own, state = how.update(grad.clone(), own, state)
         tiles = "" if tile is None else f", in tiles of {tile} elements,"
         if differs := _differs((own, state), expected):
-            return f"bf16 gradients of an fp32 master{tiles} make another {differs} than the same ones in fp32"
+            return (
+                f"bf16 gradients of an fp32 master{tiles} make another {differs} than the "
+                f"same ones in fp32"
+            )
         assert torch.equal(out, own.bfloat16())
     narrow = []
     for tile in (None, tiled):
         how = mixed_precision(transform, state_dtype="bfloat16", tile=tile)
         narrow.append(_run(how, param.bfloat16(), grads, example.start))
     differs = _differs(*narrow)
-    return f"all in bf16, tiles of {tiled} elements give another {differs} than one" if differs else None
+    return (
+        f"all in bf16, tiles of {tiled} elements give another {differs} than one"
+        if differs
+        else None
+    )
 
 
 @TRANSFORM_LAWS.law(
     "one call for several buffers must be their updates one by one, bit for bit",
-    "Let `several` write each parameter in place and give every buffer's own state, empty ones' too, or leave it out",
+    "Let `several` write each parameter in place and give every buffer's own state, empty ones' "
+    "too, or leave it out",
     several_updates(),
     lambda num: ([*long(num), *long(3)], [LARGE, *long(1)]),
 )
@@ -386,18 +440,27 @@ def _several_differ(make: Make, example: list[Updates]) -> str | None:
         return None
     side_by_side = torch.cat([of.param for of in example])
     params = torch.split(side_by_side, [of.numel for of in example])
-    states = [started(transform, param, of.start) for of, param in zip(example, params, strict=True)]
+    states = [
+        started(transform, param, of.start) for of, param in zip(example, params, strict=True)
+    ]
     for to_go in range(last, 0, -1):  # all end together, so some begin after others
         now = [index for index, of in enumerate(example) if of.num_updates >= to_go]
         grads = [example[index].grads[-to_go] for index in now]
-        _, news = transform.update_each(grads, [params[index] for index in now], [states[index] for index in now])
+        _, news = transform.update_each(
+            grads, [params[index] for index in now], [states[index] for index in now]
+        )
         if len(news) != len(now):
             return f"one call for {len(now)} buffers gives {len(news)} states"
         for index, new in zip(now, news, strict=True):
             states[index] = new
     for index, of in enumerate(example):
-        if differs := _differs((params[index], states[index]), _run(transform, of.param, of.grads, of.start)):
-            return f"buffer {index} of {len(example)}, updated in one call with the others, differs in {differs}"
+        if differs := _differs(
+            (params[index], states[index]), _run(transform, of.param, of.grads, of.start)
+        ):
+            return (
+                f"buffer {index} of {len(example)}, updated in one call with the others, "
+                f"differs in {differs}"
+            )
     return None
 
 
@@ -408,8 +471,13 @@ class _Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[str] = []
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(word in str(operator) for word in ("_local_scalar_dense", "is_nonzero", "nonzero", "equal.default")):
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(
+            word in str(operator)
+            for word in ("_local_scalar_dense", "is_nonzero", "nonzero", "equal.default")
+        ):
             self.operators.append(str(operator))
         return operator(*args, **(kwargs or {}))
 
@@ -421,21 +489,30 @@ class _Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
 )
 def _reads(make: Make, example: Updates) -> str | None:
     with _Reading() as reading:
-        _run(make(), example.param, example.grads, start=0)  # finding the counts of a state also reads values
+        # finding the counts of a state also reads values
+        _run(make(), example.param, example.grads, start=0)
     return f"the host reads a value by {reading.operators[0]}" if reading.operators else None
 
 
 @RATE_LAWS.law(
     "a learning rate in a 0-d tensor must be data, for a captured step has no other",
-    "Compute with the tensor itself, inside update: no float(lr), no lr.item(), nothing derived from it outside",
+    "Compute with the tensor itself, inside update: no float(lr), no lr.item(), nothing derived "
+    "from it outside",
     corners=long,
 )
 def _freezes_rate(make: Callable[[Any], Transform], example: Updates) -> str | None:
     rate = torch.tensor(0.5, dtype=torch_dtype(example.dtype))
     later, expected = make(rate), make(torch.full_like(rate, 0.25))
     rate.fill_(0.25)
-    updated = (_run(transform, example.param, example.grads, example.start) for transform in (later, expected))
+    updated = (
+        _run(transform, example.param, example.grads, example.start)
+        for transform in (later, expected)
+    )
     differs = _differs(*updated)
     if rate.item() != 0.25:
         return "an update writes to the learning rate"
-    return f"a learning rate that changes after the transform is made does not change {differs}" if differs else None
+    return (
+        f"a learning rate that changes after the transform is made does not change {differs}"
+        if differs
+        else None
+    )

@@ -1,6 +1,8 @@
-"""Features as transformations of a model, for `make_train_step(model, cfg, transforms=[…])`.
+"""Features as transformations of a model, for
+`make_train_step(model, cfg, transforms=[…])`.
 
-May import: graph and below. Begin with `fzero.model.transforms`, which has the protocol; `configured` makes the list of a step.
+May import: graph and below. Begin with `fzero.model.transforms`, which has the
+protocol; `configured` makes the list of a step.
 """
 
 from typing import TYPE_CHECKING
@@ -44,6 +46,8 @@ else:
             "token_dropping": "DroppedTokens",
             "views": "FunctionView",
             "weight_lengths": "weight_norm",
-            ".model.transforms": "Call Changes ModelTransform ParamView Pulled PulledGrad pulled_by_autograd",
+            ".model.transforms": (
+                "Call Changes ModelTransform ParamView Pulled PulledGrad pulled_by_autograd"
+            ),
         },
     )

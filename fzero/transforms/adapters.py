@@ -1,4 +1,6 @@
-"""The weights of transformed models: merged into plain ones, and the adapters of `lora` alone, in the files of PEFT."""
+"""The weights of transformed models: merged into plain ones, and the adapters of `lora`
+alone, in the files of PEFT.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,15 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def merged(step: Step, weights: Mapping[str, Tensor], n: int | None = None) -> dict[str, Tensor]:
-    """The state dict of the plain model that computes as the transformed one, from `step.gather(state)`.
+    """The state dict of the plain model that computes as the transformed one, from
+    `step.gather(state)`.
 
-    Parameters have the values of all their views; tensors that transforms have added are left out. Other forwards of modules
-    (rounded inputs) are not part of it.
+    Parameters have the values of all their views; tensors that transforms have added
+    are left out. Other forwards of modules (rounded inputs) are not part of it.
 
     Args:
-        n: the number of updates at which views have these values; None is after all of their offsets.
+        n: the number of updates at which views have these values; None is after all of
+            their offsets.
     """
     changes, names = step.spec.changes, step.spec.stored_names
     by_name = {names[key]: tensor for key, tensor in weights.items() if key in names}
@@ -55,11 +59,18 @@ def merged(step: Step, weights: Mapping[str, Tensor], n: int | None = None) -> d
                     if n is None or n >= view.offset:
                         value = view.value(value, by_name, view.offset if n is None else n)
             found[name] = value
-    return {key: found[names[key]] for key in weights if key in names and names[key] not in changes.added}
+    return {
+        key: found[names[key]]
+        for key in weights
+        if key in names and names[key] not in changes.added
+    }
 
 
-def unmerged(step: Step, plain: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The frozen weights again, from `merged` ones and the adapters in `weights`; equal to the first to rounding.
+def unmerged(
+    step: Step, plain: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The frozen weights again, from `merged` ones and the adapters in `weights`; equal
+    to the first to rounding.
 
     Raises:
         ValueError: a weight has further views, from which there is no way back.
@@ -70,7 +81,9 @@ def unmerged(step: Step, plain: Mapping[str, Tensor], weights: Mapping[str, Tens
         for key, value in plain.items():
             views = step.spec.changes.views.get(names.get(key, key), ())
             if any(not isinstance(view, LowRank) for view in views):
-                raise ValueError(f"unmerged: {key!r} must have adapters only, got {views}; keep its own weights")
+                raise ValueError(
+                    f"unmerged: {key!r} must have adapters only, got {views}; keep its own weights"
+                )
             with in_own_dtypes(value):
                 for view in reversed(views):
                     value = value - view.value(torch.zeros_like(value), by_name, 0)
@@ -78,8 +91,11 @@ def unmerged(step: Step, plain: Mapping[str, Tensor], weights: Mapping[str, Tens
     return found
 
 
-def save_adapter(step: Step, state: TrainState[Tensor], folder: str | Path, *, base: str | None = None) -> None:
-    """Writes the adapters of `lora` alone, as `peft.PeftModel.from_pretrained(model, folder)` loads them.
+def save_adapter(
+    step: Step, state: TrainState[Tensor], folder: str | Path, *, base: str | None = None
+) -> None:
+    """Writes the adapters of `lora` alone, as
+    `peft.PeftModel.from_pretrained(model, folder)` loads them.
 
     *Collective:* every rank gathers a flat buffer at a time; rank 0 writes.
 
@@ -88,22 +104,30 @@ def save_adapter(step: Step, state: TrainState[Tensor], folder: str | Path, *, b
         base: the name or path of the frozen model, for the file.
 
     Raises:
-        ValueError: the step has no adapters, or of several ranks and scales, which fzero does not write.
+        ValueError: the step has no adapters, or of several ranks and scales, which
+            fzero does not write.
     """
     adapters = _adapters(step, "save_adapter")
     ranks, scales = {one.rank for one in adapters}, {one.view.scale for one in adapters}
     if len(ranks) > 1 or len(scales) > 1:
         raise ValueError(
-            f"save_adapter: all adapters must have one rank and scale, got {ranks}, {scales}; use one lora(…)"
+            f"save_adapter: all adapters must have one rank and scale, got {ranks}, {scales}; use "
+            f"one lora(…)"
         )
-    save_file = package("safetensors", module="safetensors.torch", needed_by="save_adapter").save_file
+    save_file = package(
+        "safetensors", module="safetensors.torch", needed_by="save_adapter"
+    ).save_file
     step.runtime.check_state(state)
     meet("save_adapter", step.runtime.mesh.world)
     wanted = {name for one in adapters for name in one.view.reads}
     found: dict[str, Tensor] = {}
     for views in step.runtime.full_weights(state):
         if step.rank == 0:
-            found |= {name: view.detach().to("cpu", copy=True) for name, view in views.items() if name in wanted}
+            found |= {
+                name: view.detach().to("cpu", copy=True)
+                for name, view in views.items()
+                if name in wanted
+            }
     step.runtime.agree_on_files(state)
     if step.rank:
         return
@@ -112,49 +136,72 @@ def save_adapter(step: Step, state: TrainState[Tensor], folder: str | Path, *, b
         tensors |= one.to_peft(*(found[name] for name in one.view.trains))
     rank = ranks.pop()
     config = {
-        "peft_type": "LORA", "base_model_name_or_path": base, "inference_mode": True, "r": rank,
-        "lora_alpha": scales.pop() * rank, "target_modules": sorted(one.name for one in adapters), "lora_dropout": 0.0,
-        "bias": "none", "fan_in_fan_out": all(one.view.is_transposed for one in adapters), "init_lora_weights": True,
-        "use_rslora": False, "use_dora": False, "task_type": None,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": scales.pop() * rank,
+        "target_modules": sorted(one.name for one in adapters),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": all(one.view.is_transposed for one in adapters),
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "task_type": None,
+    }
     Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, Path(folder, WEIGHTS), {"format": "pt"})
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()},
+        Path(folder, WEIGHTS),
+        {"format": "pt"},
+    )
     Path(folder, CONFIG).write_text(json.dumps(config, indent=2))
 
 
 def load_adapter(step: Step, folder: str | Path) -> dict[str, Tensor]:
-    """The adapters in a folder of PEFT by their names in the model: `step.init({**model.state_dict(), **load_adapter(step, …)})`.
+    """The adapters in a folder of PEFT by their names in the model:
+    `step.init({**model.state_dict(), **load_adapter(step, …)})`.
 
     Raises:
         ValueError: the folder has other adapters than the step, or another scale.
     """
-    load_file = package("safetensors", module="safetensors.torch", needed_by="load_adapter").load_file
+    load_file = package(
+        "safetensors", module="safetensors.torch", needed_by="load_adapter"
+    ).load_file
     adapters, config = _adapters(step, "load_adapter"), json.loads(Path(folder, CONFIG).read_text())
     for key in ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern"):
         if config.get(key):
             raise ValueError(
-                f"load_adapter: {CONFIG} must have no {key!r}, which asks for other weights than W + alpha/r·BA, got "
-                f"{config[key]!r}; merge this adapter with peft, and load the weights"
+                f"load_adapter: {CONFIG} must have no {key!r}, which asks for other weights than W "
+                f"+ alpha/r·BA, got {config[key]!r}; merge this adapter with peft, and load the "
+                f"weights"
             )
     scale, file = config["lora_alpha"] / config["r"], load_file(Path(folder, WEIGHTS))
     found: dict[str, Tensor] = {}
     for one in adapters:
         if one.rank != config["r"] or one.view.scale != scale:
             raise ValueError(
-                f"load_adapter: rank and scale must be those of the step, {one.rank} and {one.view.scale:g} for {one.name!r}, "
-                f"got {config['r']} and {scale:g}; pass lora(…, rank={config['r']}, alpha={config['lora_alpha']:g})"
+                f"load_adapter: rank and scale must be those of the step, {one.rank} and "
+                f"{one.view.scale:g} for {one.name!r}, got {config['r']} and {scale:g}; pass "
+                f"lora(…, rank={config['r']}, alpha={config['lora_alpha']:g})"
             )
         found |= one.from_peft(file)
-    keys = {key for one in adapters for key in one.to_peft(*(found[name] for name in one.view.trains))}
+    keys = {
+        key for one in adapters for key in one.to_peft(*(found[name] for name in one.view.trains))
+    }
     if others := sorted(file.keys() - keys):
         raise ValueError(
-            f"load_adapter: the step must have every adapter of the file, got {others[0]!r}; widen its pattern"
+            f"load_adapter: the step must have every adapter of the file, got {others[0]!r}; widen "
+            f"its pattern"
         )
     return found
 
 
 class _Adapter(NamedTuple):
-    """The adapter of one module, whose tensors have other keys and shapes in PEFT's file."""
+    """The adapter of one module, whose tensors have other keys and shapes in PEFT's
+    file.
+    """
 
     name: str
     module: nn.Module
@@ -163,12 +210,20 @@ class _Adapter(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, str]:
-        """PEFT's keys; the first is A's here. PEFT multiplies a table's two in the other order."""
-        a, b = ("embedding_B", "embedding_A") if isinstance(self.module, nn.Embedding) else ("A.weight", "B.weight")
+        """PEFT's keys; the first is A's here. PEFT multiplies a table's two in the
+        other order.
+        """
+        a, b = (
+            ("embedding_B", "embedding_A")
+            if isinstance(self.module, nn.Embedding)
+            else ("A.weight", "B.weight")
+        )
         return f"base_model.model.{self.name}.lora_{a}", f"base_model.model.{self.name}.lora_{b}"
 
     def to_peft(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
-        """Its tensors under PEFT's keys: transposed for a table, and a kernel for a convolution's A."""
+        """Its tensors under PEFT's keys: transposed for a table, and a kernel for a
+        convolution's A.
+        """
         if isinstance(self.module, nn.Embedding):
             a, b = a.t(), b.t()
         elif kernel := shape_of(self.module)[2:]:
@@ -180,11 +235,15 @@ class _Adapter(NamedTuple):
         missing = next((key for key in self.keys if key not in file), None)
         if missing is not None:
             raise ValueError(
-                f"load_adapter: the file must have {missing!r}, got {', '.join(sorted(file)[:4])}; pass lora "
-                f"the pattern of this file"
+                f"load_adapter: the file must have {missing!r}, got {', '.join(sorted(file)[:4])}; "
+                f"pass lora the pattern of this file"
             )
         a, b = (file[key] for key in self.keys)
-        a, b = (a.t(), b.t()) if isinstance(self.module, nn.Embedding) else (a.flatten(1), b.flatten(1))
+        a, b = (
+            (a.t(), b.t())
+            if isinstance(self.module, nn.Embedding)
+            else (a.flatten(1), b.flatten(1))
+        )
         return dict(zip(self.view.trains, (a.contiguous(), b.contiguous()), strict=True))
 
 
@@ -194,9 +253,14 @@ def _adapters(step: Step, call: str) -> list[_Adapter]:
     found = [
         _Adapter(name, module, view, step.spec.model.get_parameter(view.trains[0]).shape[0])
         for name, module in step.spec.model.named_modules()
-        for view in step.spec.changes.views.get(names.get(id(module._parameters.get("weight")), ""), ())
+        for view in step.spec.changes.views.get(
+            names.get(id(module._parameters.get("weight")), ""), ()
+        )
         if isinstance(view, LowRank)
     ]
     if not found:
-        raise ValueError(f"{call}: the step must have adapters, got none; pass transforms=[fzero.transforms.lora(…)]")
+        raise ValueError(
+            f"{call}: the step must have adapters, got none; pass "
+            f"transforms=[fzero.transforms.lora(…)]"
+        )
     return found

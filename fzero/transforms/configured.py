@@ -1,4 +1,6 @@
-"""`configured`: the transforms that a configuration and the arguments of a step ask for, in the order of their application."""
+"""`configured`: the transforms that a configuration and the arguments of a step ask
+for, in the order of their application.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,11 @@ def configured(
     checkpoint: Choice | None = None,
     compile: str | None = None,
 ) -> tuple[ModelTransform, ...]:
-    """The transforms of a step: compression, those of the user, compiled blocks, checkpointing, dropped tokens.
+    """The transforms of a step: compression, those of the user, compiled blocks,
+    checkpointing, dropped tokens.
 
-    Compression and the user's see the model's own modules. A checkpointed block runs compiled, and its layers keep the tokens
-    that they kept first.
+    Compression and the user's see the model's own modules. A checkpointed block runs
+    compiled, and its layers keep the tokens that they kept first.
 
     Args:
         given: the user's.
@@ -48,7 +51,9 @@ def configured(
     if checkpoint is not None:
         found.append(Checkpointing(checkpoint, on_host=block.cpu_checkpointing))
     elif block.every is not None or block.cpu_checkpointing:
-        found.append(Checkpointing(block.every, "activation_checkpointing.every", block.cpu_checkpointing))
+        found.append(
+            Checkpointing(block.every, "activation_checkpointing.every", block.cpu_checkpointing)
+        )
     if drop is not None:
         found.append(DroppedTokens(drop))
     if cfg.curriculum_learning is not None and cfg.curriculum_learning.enabled:
@@ -58,7 +63,8 @@ def configured(
 
 def blocks() -> ModelTransform:
     """The transform of `compile="block"`."""
-    from fzero.graph.blocks import compiled_blocks  # importing Dynamo takes longer than all of fzero
+    # importing Dynamo takes longer than all of fzero
+    from fzero.graph.blocks import compiled_blocks
 
     return compiled_blocks
 
@@ -67,10 +73,16 @@ def with_blocks(transforms: Sequence[ModelTransform]) -> tuple[ModelTransform, .
     """The transforms of the same step with `compile="block"`."""
     outer = [one for one in transforms if isinstance(one, Checkpointing | DroppedTokens)]
     compiled = blocks()
-    return (*(one for one in transforms if one not in outer and one is not compiled), compiled, *outer)
+    return (
+        *(one for one in transforms if one not in outer and one is not compiled),
+        compiled,
+        *outer,
+    )
 
 
-def with_dropping(transforms: Sequence[ModelTransform], drop: TokenDropping | None) -> tuple[ModelTransform, ...]:
+def with_dropping(
+    transforms: Sequence[ModelTransform], drop: TokenDropping | None
+) -> tuple[ModelTransform, ...]:
     """The transforms of the same step with other layers that drop tokens."""
     kept = [one for one in transforms if not isinstance(one, DroppedTokens)]
     return (*kept, *([] if drop is None else [DroppedTokens(drop)]))
@@ -85,10 +97,12 @@ def of_step(
     compile: str | None,
     seed: int,
 ) -> tuple[ModelTransform, ...]:
-    """The transforms of `make_train_step`; warns of blocks of the configuration that only an engine uses.
+    """The transforms of `make_train_step`; warns of blocks of the configuration that
+    only an engine uses.
 
     Raises:
-        ConfigError: a transform is none, or the configuration asks for dropped tokens, and no layer is marked for it.
+        ConfigError: a transform is none, or the configuration asks for dropped tokens,
+            and no layer is marked for it.
     """
     check_model(model)
     if not isinstance(given, Sequence):
@@ -96,37 +110,53 @@ def of_step(
     for index, one in enumerate(given):
         if not callable(one):
             raise ValueError(
-                f"transforms: must be functions of a step's spec (fzero.transforms), got {one!r} at position {index}; pass "
-                f"fzero.transforms.lora('*.q_proj', rank=8), say"
+                f"transforms: must be functions of a step's spec (fzero.transforms), got {one!r} "
+                f"at position {index}; pass fzero.transforms.lora('*.q_proj', rank=8), say"
             )
-    compress, drop = compression(cfg, model, seed=seed) if cfg.compresses else None, dropping_of(model)
+    compress, drop = (
+        compression(cfg, model, seed=seed) if cfg.compresses else None,
+        dropping_of(model),
+    )
     if cfg.drops_tokens and drop is None:
         raise ConfigError(
             "data_efficiency.data_routing.random_ltd: needs the class of the layers; call "
-            "fzero.data.RandomLTD(...).wrap(model, LayerClass) before make_train_step, or switch the block off"
+            "fzero.data.RandomLTD(...).wrap(model, LayerClass) before make_train_step, or switch "
+            "the block off"
         )
     for_engine = {
-        "curriculum_learning": cfg.curriculum_learning is not None and cfg.curriculum_learning.enabled,
+        "curriculum_learning": cfg.curriculum_learning is not None
+        and cfg.curriculum_learning.enabled,
         "data_efficiency.data_sampling": cfg.samples,
     }
     instead = {
-        "curriculum_learning": "cut batches with fzero.data.truncated(batch, cfg.curriculum_learning.schedule()(n + 1))",
+        "curriculum_learning": (
+            "cut batches with fzero.data.truncated(batch, "
+            "cfg.curriculum_learning.schedule()(n + 1))"
+        ),
         "data_efficiency.data_sampling": "draw batches with fzero.data.CurriculumSampler",
     }
     for block, is_on in for_engine.items():
         if is_on:
             text = (
-                f"{block}: is for the engine (fzero.initialize), and a step takes batches as they are; {instead[block]}"
+                f"{block}: is for the engine (fzero.initialize), and a step takes batches as "
+                f"they are; {instead[block]}"
             )
             warnings.warn(text, ConfigWarning, stacklevel=4)
     layers = cfg.progressive_layer_drop
     own = (LayerDrop(layers.theta, layers.gamma),) if layers is not None and layers.enabled else ()
-    return (*configured(cfg, given, compress=compress, drop=drop, checkpoint=checkpoint, compile=compile), *own)
+    return (
+        *configured(
+            cfg, given, compress=compress, drop=drop, checkpoint=checkpoint, compile=compile
+        ),
+        *own,
+    )
 
 
 @dataclass(frozen=True)
 class TruncatedInputs:
-    """The transform of a curriculum of lengths: it changes no module, because batches follow it, and checks the step."""
+    """The transform of a curriculum of lengths: it changes no module, because batches
+    follow it, and checks the step.
+    """
 
     field: str = "curriculum_learning"
 
@@ -134,5 +164,7 @@ class TruncatedInputs:
         """See `ModelTransform`."""
         schedule = spec.cfg.curriculum_learning.schedule()
         if spec.compile is not None and isinstance(schedule, Root):
-            check_lengths(self.field, schedule, 1, ("difficulty_step", "min_difficulty"), spec.compile)
+            check_lengths(
+                self.field, schedule, 1, ("difficulty_step", "min_difficulty"), spec.compile
+            )
         return Changes(name=self.field, is_exact=True)

@@ -1,7 +1,9 @@
-"""`packed`: frozen weights stored in 8 or 4 bits, as bytes with a scale for each group; modules see the numbers.
+"""`packed`: frozen weights stored in 8 or 4 bits, as bytes with a scale for each group;
+modules see the numbers.
 
-Numbers are those of `fzero.compression.formulas.quantize` (symmetric), so that stage 3 shards and gathers a quarter or an
-eighth of the bytes of fp32, and a module computes as with the rounded weight.
+Numbers are those of `fzero.compression.formulas.quantize` (symmetric), so that stage 3
+shards and gathers a quarter or an eighth of the bytes of fp32, and a module computes as
+with the rounded weight.
 """
 
 from __future__ import annotations
@@ -15,12 +17,30 @@ from torch import Tensor, nn
 
 from fzero.compression.formulas import quantize
 from fzero.model.binding import is_bound
-from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Size, Tensors, TransformedStep, added_to
-from fzero.transforms.matching import Patterns, add_param, patterns_of, shape_of, weight_of, weights_of
+from fzero.model.transforms import (
+    Changes,
+    Number,
+    Pulled,
+    PulledGrad,
+    Size,
+    Tensors,
+    TransformedStep,
+    added_to,
+)
+from fzero.transforms.matching import (
+    Patterns,
+    add_param,
+    patterns_of,
+    shape_of,
+    weight_of,
+    weights_of,
+)
 
 
 def groups_of(shape: tuple[int, ...], group: int) -> tuple[int, int]:
-    """The shape of the scales: rows, and groups of a row; a row that `group` does not divide is one group."""
+    """The shape of the scales: rows, and groups of a row; a row that `group` does not
+    divide is one group.
+    """
     columns = math.prod(shape[1:])
     return shape[0], 1 if columns % group else columns // group
 
@@ -30,7 +50,9 @@ def pack(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     rows, groups = groups_of(tuple(weight.shape), group)
     wide = weight.detach().float().reshape(rows, groups, -1)
     scale = wide.abs().amax(-1) * (2 / 2**bits)
-    steps = quantize(wide, bits, rows * groups, symmetric=True) / scale.masked_fill(scale == 0, 1).unsqueeze(-1)
+    steps = quantize(wide, bits, rows * groups, symmetric=True) / scale.masked_fill(
+        scale == 0, 1
+    ).unsqueeze(-1)
     codes = (steps.round() + 2 ** (bits - 1)).to(torch.uint8).flatten()
     return (codes if bits == 8 else codes[::2] | codes[1::2] << 4), scale.to(weight.dtype)
 
@@ -59,7 +81,8 @@ class Unpacked:
         """See `ParamView`."""
         if x.dtype != torch.uint8:
             raise ValueError(
-                f"packed: must come before other transforms of {self.scale!r}'s weight; move it to the front"
+                f"packed: must come before other transforms of {self.scale!r}'s weight; move it to "
+                f"the front"
             )
         scale = tensors[self.scale]
         codes = x if self.bits == 8 else torch.stack([x & 15, x >> 4], -1)
@@ -75,8 +98,9 @@ def _check_is_in_step(module: nn.Module, args: object) -> None:
     """Raises where a module would compute with its bytes."""
     if not is_bound(module) and module._parameters["weight"].dtype == torch.uint8:  # type: ignore[union-attr]
         raise ValueError(
-            f"packed: a {type(module).__name__} with packed weights must run in a step, which makes numbers of its bytes, and "
-            f"was called outside; call it in step.inspect(state, …), or load fzero.transforms.merged(…) into a plain model"
+            f"packed: a {type(module).__name__} with packed weights must run in a step, which "
+            f"makes numbers of its bytes, and was called outside; call it in step.inspect(state, "
+            f"…), or load fzero.transforms.merged(…) into a plain model"
         )
 
 
@@ -89,14 +113,17 @@ class Packed:
     group: int
 
     def __call__(self, spec: TransformedStep) -> Changes:
-        """See `ModelTransform`. It replaces each weight by its bytes, once, and adds `weight_scale`."""
+        """See `ModelTransform`. It replaces each weight by its bytes, once, and adds
+        `weight_scale`.
+        """
         views: dict[str, tuple[Unpacked]] = {}
         for name, modules in weights_of(spec.model, "packed", self.patterns).items():
             weight, shape, scale = weight_of(modules[0]), shape_of(modules[0]), f"{name}_scale"
             if weight.is_meta or (math.prod(shape) * self.bits) % 8:
                 why = "its values" if weight.is_meta else "an even number of elements"
                 raise ValueError(
-                    f"packed: {name!r} must have {why}, got {weight.device}, {shape}; leave it out, or load weights"
+                    f"packed: {name!r} must have {why}, got {weight.device}, {shape}; leave it "
+                    f"out, or load weights"
                 )
             if weight.dtype != torch.uint8:
                 codes, scales = pack(weight, self.bits, self.group)
@@ -110,7 +137,8 @@ class Packed:
                 math.prod(shape) * self.bits, groups_of(shape, self.group),
             ):  # fmt: skip
                 raise ValueError(
-                    f"packed: {name!r} must be packed once, got bits={self.bits}, group={self.group} after others; build it anew"
+                    f"packed: {name!r} must be packed once, got bits={self.bits}, "
+                    f"group={self.group} after others; build it anew"
                 )
             views[name] = (Unpacked(scale, shape, self.bits),)
         sizes = {name: Size(math.prod(view.shape), view.scale) for name, (view,) in views.items()}
@@ -119,7 +147,8 @@ class Packed:
 
 
 def packed(pattern: Patterns, *, bits: Literal[8, 4] = 8, group: int = 64) -> Packed:
-    """Stores weights in few bits and freezes them. The model then needs a step to compute; `merged` gives its weights back.
+    """Stores weights in few bits and freezes them. The model then needs a step to
+    compute; `merged` gives its weights back.
 
     Args:
         pattern: names of modules with a `weight`, with `*` for any part.

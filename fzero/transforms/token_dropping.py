@@ -1,4 +1,6 @@
-"""`DroppedTokens`: while a step runs, the chosen layers of its model see the tokens that they keep (`fzero.data.RandomLTD`)."""
+"""`DroppedTokens`: while a step runs, the chosen layers of its model see the tokens
+that they keep (`fzero.data.RandomLTD`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from fzero.data.token_dropping import Draw, TokenDropping
 from fzero.model.transforms import Call, Changes, TransformedStep, Wrap
 
 MOST_LENGTHS = 8
-"""The largest number of different lengths (kept tokens, or a curriculum's) in a compiled step; each is compiled anew."""
+"""The largest number of different lengths (kept tokens, or a curriculum's) in a
+compiled step; each is compiled anew.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,9 @@ class DroppedTokens:
         """See `ModelTransform`. A length is a constant of a graph."""
         if spec.compile is not None:
             block = "data_efficiency.data_routing.random_ltd"
-            check_lengths(block, self.plan.how.schedule, 0, ("seq_per_step", "min_value"), spec.compile)
+            check_lengths(
+                block, self.plan.how.schedule, 0, ("seq_per_step", "min_value"), spec.compile
+            )
         return Changes(
             name=self.field, text=str(self.plan), forwards=self._forwards, is_by_forward=True,
             constant=self.plan.length, num_constants=len(self.plan.lengths),
@@ -42,7 +48,9 @@ class DroppedTokens:
         return dict.fromkeys(self.plan.names, partial(self.plan.forward_of, draw=draw))
 
 
-def check_lengths(block: str, lengths: Root, start: int, keys: tuple[str, str], compile: str) -> None:
+def check_lengths(
+    block: str, lengths: Root, start: int, keys: tuple[str, str], compile: str
+) -> None:
     """Raises a ConfigError if a schedule has more lengths than may be compiled.
 
     Args:
@@ -54,6 +62,7 @@ def check_lengths(block: str, lengths: Root, start: int, keys: tuple[str, str], 
         fewer = fewer_values(lengths, MOST_LENGTHS, start)
         also = "" if fewer.minimum == lengths.minimum else f" and {keys[1]} to {fewer.minimum}"
         raise ConfigError(
-            f"{block}: must have at most {MOST_LENGTHS} lengths with compile={compile!r}, which compiles each of them, got "
-            f"{num}; set {keys[0]} to {fewer.multiple} (now {lengths.multiple}){also}, or leave compile out"
+            f"{block}: must have at most {MOST_LENGTHS} lengths with compile={compile!r}, which "
+            f"compiles each of them, got {num}; set {keys[0]} to {fewer.multiple} (now "
+            f"{lengths.multiple}){also}, or leave compile out"
         )

@@ -1,4 +1,6 @@
-"""`FunctionView`: a view that is a differentiable function, for transforms of a few lines."""
+"""`FunctionView`: a view that is a differentiable function, for transforms of a few
+lines.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class FunctionView:
     """The view `of(x, *trained)`, whose gradients autograd finds (see `ParamView`).
 
     Attributes:
-        of: a function of the parameter and the values of `trains`; differentiable, and the same in every call.
+        of: a function of the parameter and the values of `trains`; differentiable, and
+            the same in every call.
         trains: full names of parameters of the same module.
     """
 

@@ -1,8 +1,10 @@
-"""`fzero tune [flags] script.py --config c.json …`: the fastest configuration of a script on this machine.
+"""`fzero tune [flags] script.py --config c.json …`: the fastest configuration of a
+script on this machine.
 
-The script runs once to plan every candidate (`fzero.tuning.probe`). Candidates that do not fit are dropped, and some of the
-others are measured (`fzero.tuning.runs`), in the order of `fzero.tuning.search`. All results are in `results_dir`, from
-which the same command resumes.
+The script runs once to plan every candidate (`fzero.tuning.probe`). Candidates that do
+not fit are dropped, and some of the others are measured (`fzero.tuning.runs`), in the
+order of `fzero.tuning.search`. All results are in `results_dir`, from which the same
+command resumes.
 """
 
 from __future__ import annotations
@@ -49,17 +51,32 @@ the timed steps. It is started again for each run: let it write to a separate fo
 
 
 def flags() -> argparse.ArgumentParser:
-    """The flags of `fzero tune` itself; they precede the script, mixed with those of the launcher."""
+    """The flags of `fzero tune` itself; they precede the script, mixed with those of
+    the launcher.
+    """
     usage = "fzero tune [flags] [flags of fzero run] script.py [args of the script …]"
     made = parser_of("tune", TUNE, EXAMPLES, usage=usage, add_help=False, allow_abbrev=False)
-    made.add_argument("--memory", type=bytes_of, metavar="BYTES", help="limit of a rank (default: available memory)")
+    made.add_argument(
+        "--memory",
+        type=bytes_of,
+        metavar="BYTES",
+        help="limit of a rank (default: available memory)",
+    )
     seconds = "seconds of one run (default 300)"
     made.add_argument("--time_limit", type=positive, default=300.0, metavar="S", help=seconds)
-    made.add_argument("--stages", type=_stages, default=STAGES, metavar="0,1,…", help="stages to try (default all)")
+    made.add_argument(
+        "--stages",
+        type=_stages,
+        default=STAGES,
+        metavar="0,1,…",
+        help="stages to try (default all)",
+    )
     memories = "also try offload to it; otherwise only if nothing fits"
     made.add_argument("--offload", choices=("host", "nvme"), help=memories)
     made.add_argument("--nvme", metavar="PATH", help="a folder on a local disk, for --offload nvme")
-    made.add_argument("--out", metavar="FILE", help="the best configuration (default: best.json in results_dir)")
+    made.add_argument(
+        "--out", metavar="FILE", help="the best configuration (default: best.json in results_dir)"
+    )
     made.add_argument("--overwrite", action="store_true", help="discard results and measure again")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
@@ -72,7 +89,9 @@ def _stages(word: str) -> tuple[int, ...]:
 
 
 def tune(arguments: list[str], *, then_run: bool = False) -> int:
-    """`fzero tune`, and `fzero run --autotuning`; `then_run` starts the script with the best configuration."""
+    """`fzero tune`, and `fzero run --autotuning`; `then_run` starts the script with the
+    best configuration.
+    """
     own, both = flags(), launch.parser()
     if not arguments or arguments[0] in ("-h", "--help"):
         print(own.format_help())
@@ -87,7 +106,9 @@ def tune(arguments: list[str], *, then_run: bool = False) -> int:
 
     def made() -> tuple[RenderableType, dict[str, Any]]:
         if given.offload == "nvme" and not given.nvme:
-            raise ConfigError("--offload nvme: needs --nvme PATH, got none; pass a folder on a local disk")
+            raise ConfigError(
+                "--offload nvme: needs --nvme PATH, got none; pass a folder on a local disk"
+            )
         tuned = Tuning.of(given, Script.of(launcher, given.script, given.args)).run()
         outcome.append(tuned)
         return tuned, tuned.as_dict()
@@ -131,30 +152,51 @@ class Tuning:
         """From the command line and the configuration."""
         keys = read(script.config)
         settings = autotuning(keys)
-        kinds: tuple[OffloadTarget, ...] = ("device",) if given.offload is None else ("device", given.offload)
+        kinds: tuple[OffloadTarget, ...] = (
+            ("device",) if given.offload is None else ("device", given.offload)
+        )
         request = Request(
-            "measure", "", memory=given.memory, start=settings.start_profile_step, end=settings.end_profile_step,
-            stages=given.stages, offload=kinds, nvme_path=given.nvme,
-        )  # fmt: skip
+            "measure",
+            "",
+            memory=given.memory,
+            start=settings.start_profile_step,
+            end=settings.end_profile_step,
+            stages=given.stages,
+            offload=kinds,
+            nvme_path=given.nvme,
+        )
         out = Path(given.out) if given.out else Path(settings.results_dir) / "best.json"
-        return cls(script, keys, settings, request, given.time_limit, out, given.overwrite or settings.overwrite)
+        return cls(
+            script,
+            keys,
+            settings,
+            request,
+            given.time_limit,
+            out,
+            given.overwrite or settings.overwrite,
+        )
 
     def run(self) -> Tuned:
         """Plans, measures, and writes the best configuration.
 
         Raises:
-            ConfigError: the script cannot be run with its configuration, or nothing fits.
+            ConfigError: the script cannot be run with its configuration, or nothing
+                fits.
             OSError: a folder cannot be written to.
         """
         self._check_out()
-        runs = Runs(self.script, Path(self.settings.exps_dir), self.settings.arg_mappings, self.time_limit)
+        runs = Runs(
+            self.script, Path(self.settings.exps_dir), self.settings.arg_mappings, self.time_limit
+        )
         results = Results(Path(self.settings.results_dir), overwrite=self.overwrite)
         with _shown() as show:
             tuned = self._search(self._described(runs, results, show), runs, results, show)
         return self._written(tuned)
 
     def _check_out(self) -> None:
-        """Checks before the long runs that the best configuration can be written; leaves no file."""
+        """Checks before the long runs that the best configuration can be written;
+        leaves no file.
+        """
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             existed = self.out.exists()
@@ -164,7 +206,9 @@ class Tuning:
         except OSError as error:
             is_default = self.out == Path(self.settings.results_dir) / "best.json"
             name = "autotuning.results_dir" if is_default else "--out"
-            raise ConfigError(f"{name}: cannot write {str(self.out)!r}, {error.strerror}; name another") from None
+            raise ConfigError(
+                f"{name}: cannot write {str(self.out)!r}, {error.strerror}; name another"
+            ) from None
 
     def _described(self, runs: Runs, results: Results, show: _Show) -> Tuned:
         for mode in ("describe", "describe without a batch"):
@@ -177,31 +221,46 @@ class Tuning:
             if described is not None:
                 results.add(described)
                 return self._planned(described)
-            if not error.startswith(("out of memory", "no result")):  # after these, the script may still make its model
+            # after these, the script may still make its model
+            if not error.startswith(("out of memory", "no result")):
                 break
         raise ConfigError(
             f"{self.script.path}: cannot be planned, because it {error}; run it alone first: "
-            f"fzero {shlex.join(self.script.words(self.script.config))} (its output is in {runs.folder})"
+            f"fzero {shlex.join(self.script.words(self.script.config))} (its output is in "
+            f"{runs.folder})"
         )
 
     def _planned(self, described: dict[str, Any]) -> Tuned:
         limit = self.request.memory or described["memory"]
         rows = []
         for one in described["candidates"]:
-            candidate = TuningCandidate(**one["candidate"] | {"choice": Setting(**one["candidate"]["choice"])})
+            candidate = TuningCandidate(
+                **one["candidate"] | {"choice": Setting(**one["candidate"]["choice"])}
+            )
             kinds = ("device", "host") if described["device"] == "cpu" else ("device",)
             nbytes = sum(one["nbytes"].get(kind, 0) for kind in kinds)
-            too_large = "" if one["fits"] else f"does not fit: {nbytes / 1e9:.3g} GB of {limit / 1e9:.3g}"
+            too_large = (
+                "" if one["fits"] else f"does not fit: {nbytes / 1e9:.3g} GB of {limit / 1e9:.3g}"
+            )
             why = one["refused"] or too_large
             rows.append(TrialResult(candidate, nbytes, one["seconds"], one["flops"], why))
         notes = [described["note"]] if described["note"] else []
         if rows[0].candidate.micro is None:
-            notes.append("micro-batches are not tuned: the configuration sets no batch size, or elasticity chooses it")
+            notes.append(
+                "micro-batches are not tuned: the configuration sets no batch size, or elasticity "
+                "chooses it"
+            )
         elif "train_batch_size" not in self.keys:
-            notes.append("the batch of a step varies with the micro-batch: set train_batch_size to keep it")
+            notes.append(
+                "the batch of a step varies with the micro-batch: set train_batch_size to keep it"
+            )
         block = self.keys.get("autotuning") or {}
-        notes += [f"autotuning.{name}: has no effect here" for name in ABOUT_MODELS if name in block]
-        return Tuned(tuple(rows), self.settings.metric, described["world_size"], limit, tuple(notes))
+        notes += [
+            f"autotuning.{name}: has no effect here" for name in ABOUT_MODELS if name in block
+        ]
+        return Tuned(
+            tuple(rows), self.settings.metric, described["world_size"], limit, tuple(notes)
+        )
 
     def _search(self, tuned: Tuned, runs: Runs, results: Results, show: _Show) -> Tuned:
         rows = list(tuned.rows)
@@ -211,9 +270,14 @@ class Tuning:
             what = f"{least.candidate.name}: {least.refused}"
             raise ConfigError(f"nothing fits: {what}; pass more --memory, ranks, or --nvme PATH")
         costs_by_plan = (max(tuned.cost_of(rows[n], rows[n].predicted), 1e-12) for n in possible)
-        points = [Point(rows[n].candidate.features, cost, rows[n].nbytes) for n, cost in zip(possible, costs_by_plan)]
+        points = [
+            Point(rows[n].candidate.features, cost, rows[n].nbytes)
+            for n, cost in zip(possible, costs_by_plan)
+        ]
         kind, most = self.settings.tuner_type, self.settings.tuner_num_trials
-        most = (max(5, len(possible) // 3) if kind == "model_based" else 50) if most is None else most
+        most = (
+            (max(5, len(possible) // 3) if kind == "model_based" else 50) if most is None else most
+        )
         strategy, short = Strategy(kind, most, self.settings.tuner_early_stopping), frozenset[int]()
         costs: dict[int, float | None] = {}
         while (index := next_trial(points, costs, strategy, out_of_memory=short)) is not None:
@@ -221,7 +285,11 @@ class Tuning:
             result = results.find(runs.key(row.candidate.keys, self.request), self.time_limit)
             if result is None:
                 name = row.candidate.name
-                show(f"run {len(costs) + 1}: {name}", len(costs), min(strategy.num_trials, len(possible)))
+                show(
+                    f"run {len(costs) + 1}: {name}",
+                    len(costs),
+                    min(strategy.num_trials, len(possible)),
+                )
                 result = runs.measure(name, row.candidate.keys, self.request, memory=tuned.memory)
                 results.add(result.as_dict())
             rows[possible[index]] = row = replace(row, result=result, trial=len(costs))
@@ -233,7 +301,9 @@ class Tuning:
         """Writes the best configuration and the picture; adds the command that uses it."""
         best, notes = tuned.best, [*tuned.notes]
         if best is None:
-            return replace(tuned, notes=(*notes, "every run failed: there is no best configuration"))
+            return replace(
+                tuned, notes=(*notes, "every run failed: there is no best configuration")
+            )
         sizes = {row.candidate.micro or 0 for row in tuned.rows}
         if len(sizes) > 1 and best.candidate.micro == max(sizes):
             what = "the best micro-batch is the largest tried"
@@ -258,12 +328,16 @@ _Show = Callable[[str, int, int], None]  # (what, number of runs before it, the 
 
 @contextmanager
 def _shown() -> Iterator[_Show]:
-    """Shows on stderr the current run and the time left; prints one line per run if stderr is no terminal."""
+    """Shows on stderr the current run and the time left; prints one line per run if
+    stderr is no terminal.
+    """
     console = Console(stderr=True, highlight=False)
     title, left = TextColumn("{task.description}"), TextColumn("{task.fields[left]}")
     columns = SpinnerColumn(), title, BarColumn(20), left, TimeElapsedColumn()
     began = time.monotonic()
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as progress:
         task = progress.add_task("", total=1, left="")
         num_ended = -1  # runs; each is shown at its start, and known results take no time
 
@@ -274,6 +348,8 @@ def _shown() -> Iterator[_Show]:
             left = f"at most {pace * (most - done):.0f} s left" if num_ended and done else ""
             progress.update(task, description=what, completed=done, total=most, left=left)
             if not console.is_terminal:
-                console.print(f"fzero: {what}" + (f", {left}" if left else ""), soft_wrap=True, markup=False)
+                console.print(
+                    f"fzero: {what}" + (f", {left}" if left else ""), soft_wrap=True, markup=False
+                )
 
         yield show

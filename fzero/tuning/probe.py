@@ -1,9 +1,12 @@
-"""`Probe`: the part of `fzero tune` inside a rank. It plans all candidates with the script's model and batch, or times steps.
+"""`Probe`: the part of `fzero tune` inside a rank. It plans all candidates with the
+script's model and batch, or times steps.
 
-The command starts the script with a `Request` as JSON in the environment variable `FZERO_TUNE`; a train step then has a
-`Probe`. In the mode *describe*, the first batch ends the job: its ranks measure their rates together, and rank 0 plans and
-writes the result. In the mode *measure*, the job ends after the timed steps; ranks wait for each other only before the first
-and after the last of them. Ranks exit immediately, without the script's own ending, so that it saves nothing.
+The command starts the script with a `Request` as JSON in the environment variable
+`FZERO_TUNE`; a train step then has a `Probe`. In the mode *describe*, the first batch
+ends the job: its ranks measure their rates together, and rank 0 plans and writes the
+result. In the mode *measure*, the job ends after the timed steps; ranks wait for each
+other only before the first and after the last of them. Ranks exit immediately, without
+the script's own ending, so that it saves nothing.
 """
 
 from __future__ import annotations
@@ -46,11 +49,14 @@ VARIABLE = "FZERO_TUNE"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The command's request to the ranks: plan all candidates, also without a batch once the model exists, or time steps."""
+    """The command's request to the ranks: plan all candidates, also without a batch
+    once the model exists, or time steps.
+    """
 
     mode: Literal["describe", "describe without a batch", "measure"]
     out: str  # the file that rank 0 writes
-    memory: float | None = None  # bytes that a rank may use; None is the machine's memory, without an enforced limit
+    # bytes that a rank may use; None is the machine's memory, without an enforced limit
+    memory: float | None = None
     start: int = 3  # the first timed step, from 1
     end: int = 5  # the last one
     keys: Keys | None = None  # the script's configuration, as in the file
@@ -76,10 +82,21 @@ class Probe:
     """Observes the steps of one rank, and ends the process once it has its result."""
 
     def __init__(
-        self, request: Request, axis: ProcessAxis, model: nn.Module, cfg: Config, loss_fn: LossFn | None,
+        self,
+        request: Request,
+        axis: ProcessAxis,
+        model: nn.Module,
+        cfg: Config,
+        loss_fn: LossFn | None,
         device: torch.device,
-    ) -> None:  # fmt: skip
-        self._request, self._axis, self._cfg, self._loss_fn, self._device = request, axis, cfg, loss_fn, device
+    ) -> None:
+        self._request, self._axis, self._cfg, self._loss_fn, self._device = (
+            request,
+            axis,
+            cfg,
+            loss_fn,
+            device,
+        )
         self._num_begun, self._num_samples = 0, cfg.batch_sizes(axis.size).train
         self._times: list[float] = []  # the start of each timed step, and the end of the last
         self._before = process_memory("VmRSS") if device.type == "cpu" else 0
@@ -90,23 +107,28 @@ class Probe:
         if request.mode == "describe without a batch":
             self._describe(None, is_call=False)
 
-    # --- called by a step --------------------------------------------------------------------------------------------
+    # --- called by a step -------------------------------------------------------------------------
 
     def sees(self, batch: Any, *, is_call: bool = False) -> None:
-        """Called with each batch: of a full step, or the arguments of one call of the model (`is_call`).
+        """Called with each batch: of a full step, or the arguments of one call of the
+        model (`is_call`).
 
         Raises:
-            ValueError: a call's batch has another size than configured, so that the timing would be of another configuration.
+            ValueError: a call's batch has another size than configured, so that the
+                timing would be of another configuration.
         """
         if self._request.mode == "describe":
             self._describe(batch, is_call=is_call)
         micro, rows = self._cfg.batch_sizes(self._axis.size).micro, _leading(batch)
-        # The step itself checks its full batch. Some tensors of a call, such as positions, may have another leading dimension.
+        # The step itself checks its full batch. Some tensors of a call, such as positions, may have
+        # another leading dimension.
         if is_call and micro is not None and rows and micro not in rows:
             fix = "build batches by the configuration, all of one size"
             raise ValueError(f"the script's batch has {rows[0]} rows, not {micro}: {fix}")
         if self._num_samples is None:
-            num_micro_steps = self._cfg.batch_sizes(self._axis.size).num_micro_steps if is_call else 1
+            num_micro_steps = (
+                self._cfg.batch_sizes(self._axis.size).num_micro_steps if is_call else 1
+            )
             self._num_samples = _num_samples(batch) * self._axis.size * num_micro_steps
 
     def begins(self) -> None:
@@ -130,7 +152,9 @@ class Probe:
             self._end({"seconds": self._seconds(), "samples": self._num_samples, "nbytes": nbytes})
 
     def _seconds(self) -> float:
-        """The time of a step: on CUDA the mean, because the host sees no single step end; else the median, against other load."""
+        """The time of a step: on CUDA the mean, because the host sees no single step
+        end; else the median, against other load.
+        """
         steps = [after - before for before, after in pairwise(self._times)]
         return sum(steps) / len(steps) if self._device.type == "cuda" else median(steps)
 
@@ -154,7 +178,9 @@ class Probe:
             return
         if self._device.type == "cuda":
             total = torch.cuda.get_device_properties(self._device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, self._request.memory / total), self._device)
+            torch.cuda.set_per_process_memory_fraction(
+                min(1.0, self._request.memory / total), self._device
+            )
         elif resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
             most = process_memory("VmData") + int(self._request.memory)
             resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
@@ -186,7 +212,9 @@ class Probe:
             }
         self._end(described)
 
-    def _planned(self, batch: Any, machine: MachineModel, *, is_call: bool, limit: float) -> tuple[list[Planned], str]:
+    def _planned(
+        self, batch: Any, machine: MachineModel, *, is_call: bool, limit: float
+    ) -> tuple[list[Planned], str]:
         """The plans of all candidates, and a note on what they do not count."""
         request = self._request
         assert request.keys is not None
@@ -199,10 +227,17 @@ class Probe:
         with _giving_loss(self._model, self._loss_fn, is_call=is_call):
             planner, note = self._planner(keys, machine, batch, is_call=is_call, steps=steps)
             more: tuple[OffloadTarget, ...] = ("host", "nvme") if request.nvme_path else ("host",)
-            for offload in dict.fromkeys((request.offload, (*dict.fromkeys((*request.offload, *more)),))):
+            for offload in dict.fromkeys(
+                (request.offload, (*dict.fromkeys((*request.offload, *more)),))
+            ):
                 if not any(self._fits(one, limit) for one in plans):
                     space = candidates(
-                        keys, settings, world_size, stages=request.stages, offload=offload, nvme_path=request.nvme_path
+                        keys,
+                        settings,
+                        world_size,
+                        stages=request.stages,
+                        offload=offload,
+                        nvme_path=request.nvme_path,
                     )
                     known = {one.candidate.name for one in plans}
                     plans += [planner.planned(one) for one in space if one.name not in known]
@@ -221,19 +256,34 @@ class Probe:
                 trace_activations(self._model, planned_keys, made(None), device=device)
                 sample, note = made, ""
             except Exception as error:  # the script's own code may fail on fake tensors
-                note = f"activations are not counted: {(str(error) or type(error).__name__).splitlines()[0]}"
-        how: dict[str, Any] = {"device": device, "sample": sample, "nvme_path": self._request.nvme_path}
+                note = (
+                    f"activations are not counted: "
+                    f"{(str(error) or type(error).__name__).splitlines()[0]}"
+                )
+        how: dict[str, Any] = {
+            "device": device,
+            "sample": sample,
+            "nvme_path": self._request.nvme_path,
+        }
         return Planner(self._model, planned_keys, self._axis.size, machine, **how), note
 
     def _fits(self, one: Planned, limit: float) -> bool:
-        """Whether a plan fits into `limit` bytes; on the CPU, host memory is the device's memory."""
+        """Whether a plan fits into `limit` bytes; on the CPU, host memory is the
+        device's memory.
+        """
         if one.refused:
             return False
         here, host = one.nbytes["device"], one.nbytes["host"]
-        return here + host <= limit if self._device.type == "cpu" else here <= limit and host <= _host_memory()
+        return (
+            here + host <= limit
+            if self._device.type == "cpu"
+            else here <= limit and host <= _host_memory()
+        )
 
 
-def probe_of(axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, device: torch.device) -> Probe | None:
+def probe_of(
+    axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, device: torch.device
+) -> Probe | None:
     """The probe that the environment requests, for a step on real processes."""
     request = Request.of(os.environ)
     if request is None or not isinstance(axis, ProcessAxis):
@@ -242,7 +292,9 @@ def probe_of(axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, d
 
 
 def _sampler(batch: Any, *, num_micro_steps: int) -> Callable[[int | None], Any]:
-    """Makes the script's batch with another number of samples (None: its own), on `meta`; other tensors keep their shape."""
+    """Makes the script's batch with another number of samples (None: its own), on
+    `meta`; other tensors keep their shape.
+    """
     if isinstance(batch, Iterator):
         batch, num_micro_steps = next(batch), 1
     on_meta, num_samples = map_tensors(lambda x: x.to("meta"), batch), _num_samples(batch)
@@ -252,7 +304,11 @@ def _sampler(batch: Any, *, num_micro_steps: int) -> Callable[[int | None], Any]
 
         def resized(x: Tensor) -> Tensor:
             is_of_samples = x.ndim > 0 and x.shape[0] == num_samples
-            return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta") if is_of_samples else x
+            return (
+                torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta")
+                if is_of_samples
+                else x
+            )
 
         return (map_tensors(resized, on_meta),)
 
@@ -265,7 +321,9 @@ def _num_samples(batch: Any) -> int:
 
 
 def _leading(batch: Any) -> list[int]:
-    """The leading dimensions of the tensors of a batch; none for an iterator, which must not advance."""
+    """The leading dimensions of the tensors of a batch; none for an iterator, which
+    must not advance.
+    """
     if isinstance(batch, Iterator):
         return []
     tensors = optree.tree_leaves(map_tensors(lambda x: x, batch), none_is_leaf=True)
@@ -274,9 +332,11 @@ def _leading(batch: Any) -> list[int]:
 
 @contextmanager
 def _giving_loss(model: nn.Module, loss_fn: LossFn | None, *, is_call: bool) -> Iterator[None]:
-    """In the body, the model takes a batch and returns a loss: `loss_fn`'s, or the sum of its outputs.
+    """In the body, the model takes a batch and returns a loss: `loss_fn`'s, or the sum
+    of its outputs.
 
-    The sum replaces the loss that a script computes between an engine's forward and backward.
+    The sum replaces the loss that a script computes between an engine's forward and
+    backward.
     """
     is_inside = False
 
@@ -323,12 +383,15 @@ def _on_meta(model: nn.Module) -> nn.Module:
         made[id(param)] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
     try:
         return copy.deepcopy(model, made)
-    except Exception:  # a module may hold objects without copies: a lock, a generator, a process group
+    except Exception:
+        # a module may hold objects without copies: a lock, a generator, a process group
         return model
 
 
 def _plannable(cfg: Config, keys: Keys) -> Keys:
-    """The step's configuration, whose optimizer may be the script's; the file's if the step's cannot be written as JSON."""
+    """The step's configuration, whose optimizer may be the script's; the file's if the
+    step's cannot be written as JSON.
+    """
     made = keys_of(cfg)
     with suppress(ValueError, TypeError):
         Config.load(json.loads(json.dumps(made)))
@@ -337,7 +400,9 @@ def _plannable(cfg: Config, keys: Keys) -> Keys:
 
 
 def _memory(device: torch.device) -> float:
-    """Bytes that this rank may use: free memory of its GPU, or available memory of this host / ranks on it."""
+    """Bytes that this rank may use: free memory of its GPU, or available memory of this
+    host / ranks on it.
+    """
     return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else _host_memory()
 
 

@@ -1,4 +1,6 @@
-"""`Tuned`: the result of `fzero tune` as a table of all candidates, a picture, and the command that uses the best."""
+"""`Tuned`: the result of `fzero tune` as a table of all candidates, a picture, and the
+command that uses the best.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class TrialResult:
     flops: int = 0  # operations of a step on one rank, without recomputation; 0 if not counted
     refused: str = ""  # why it is not possible or does not fit; then it is not measured
     result: Result | None = None
-    trial: int | None = None  # the number of candidates measured before it; None if it was not measured
+    # the number of candidates measured before it; None if it was not measured
+    trial: int | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -123,7 +126,14 @@ class Tuned:
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
         table.add_column("", no_wrap=True)
         table.add_column("candidate", min_width=24)
-        for name in ("run", f"planned, {unit}", "s/step", f"took, {unit}", "s/step", UNITS[self.metric]):
+        for name in (
+            "run",
+            f"planned, {unit}",
+            "s/step",
+            f"took, {unit}",
+            "s/step",
+            UNITS[self.metric],
+        ):
             table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
         table.add_column("")
         for row in _ordered(self):
@@ -135,19 +145,29 @@ class Tuned:
         return as_text(self)
 
     def draw(self) -> Figure:
-        """A picture of the candidates' measurements, and of the best score over the trials."""
+        """A picture of the candidates' measurements, and of the best score over the
+        trials.
+        """
         from matplotlib.figure import Figure
 
         rows = _ordered(self)[::-1]
         figure = Figure(figsize=(12, 2 + 0.22 * len(rows)), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         scores = [self.score(row) or 0.0 for row in rows]
-        left.barh(range(len(rows)), scores, color=["C2" if row is self.best else "C0" for row in rows])
+        left.barh(
+            range(len(rows)), scores, color=["C2" if row is self.best else "C0" for row in rows]
+        )
         for y, (row, score) in enumerate(zip(rows, scores)):
             left.text(score, y, f" {_mark(row)}", va="center", fontsize="x-small", color="0.3")
         left.set_yticks(range(len(rows)), [row.candidate.name for row in rows], fontsize="x-small")
-        left.set(xlabel=UNITS[self.metric], title="candidates: measured, failed, not tried, pruned", xmargin=0.2)
-        trials = sorted((row for row in rows if row.trial is not None), key=lambda row: row.trial or 0)
+        left.set(
+            xlabel=UNITS[self.metric],
+            title="candidates: measured, failed, not tried, pruned",
+            xmargin=0.2,
+        )
+        trials = sorted(
+            (row for row in rows if row.trial is not None), key=lambda row: row.trial or 0
+        )
         _draw_trials(right, self, trials)
         return figure
 
@@ -155,7 +175,11 @@ class Tuned:
 def _cells(tuned: Tuned, row: TrialResult, scale: float) -> list[str]:
     measured = ["", "", ""]
     if row.result is not None and row.seconds is not None:
-        measured = [shown(row.result.nbytes, scale), f"{row.seconds:.3g}", f"{tuned.score(row):.4g}"]
+        measured = [
+            shown(row.result.nbytes, scale),
+            f"{row.seconds:.3g}",
+            f"{tuned.score(row):.4g}",
+        ]
     why = row.reason or ("as given" if row.candidate.is_given else "")
     return [
         "→" if tuned.best is not None and row.candidate.name == tuned.best.candidate.name else "",
@@ -169,7 +193,9 @@ def _cells(tuned: Tuned, row: TrialResult, scale: float) -> list[str]:
 
 
 def _ordered(tuned: Tuned) -> list[TrialResult]:
-    """The rows: measured ones, best first; failed ones; untried ones, by the plan; refused ones."""
+    """The rows: measured ones, best first; failed ones; untried ones, by the plan;
+    refused ones.
+    """
 
     def rank(row: TrialResult) -> tuple[int, float]:
         cost = tuned.cost(row)
@@ -187,7 +213,11 @@ def _conclusion(tuned: Tuned, best: TrialResult) -> str:
     text = f"{num_runs} of {len(tuned.rows)} candidates were run; the best is {best.candidate.name}"
     if best.candidate.is_given:
         return f"{text}, the given configuration"
-    return text if tuned.gain is None else f"{text}, {tuned.gain:.2f} times as good as the given configuration"
+    return (
+        text
+        if tuned.gain is None
+        else f"{text}, {tuned.gain:.2f} times as good as the given configuration"
+    )
 
 
 def _mark(row: TrialResult) -> str:
@@ -204,7 +234,13 @@ def _draw_trials(axes: Any, tuned: Tuned, trials: Sequence[TrialResult]) -> None
     ys = [tuned.score(row) or 0.0 for row in good]
     better = min if tuned.metric == "latency" else max
     axes.plot(xs, ys, "o", label="measured")
-    axes.step(xs, [better(ys[: n + 1]) for n in range(len(ys))], where="post", color="C2", label="best so far")
+    axes.step(
+        xs,
+        [better(ys[: n + 1]) for n in range(len(ys))],
+        where="post",
+        color="C2",
+        label="best so far",
+    )
     failed = [(row.trial or 0) + 1 for row in trials if row.seconds is None]
     axes.plot(failed, [0.0] * len(failed), "x", color="C3", label="failed")
     if (given := tuned.score(tuned.rows[0])) is not None:

@@ -1,7 +1,9 @@
-"""`Runs`: measures one configuration. The launcher starts the script with it, and the probe ends the job after a few steps.
+"""`Runs`: measures one configuration. The launcher starts the script with it, and the
+probe ends the job after a few steps.
 
-A run that fails, exceeds its memory or time, or hangs also has a result: the reason in a few words. Every result is one line of
-JSON, written immediately, under a key made from the configuration and the command; a restarted search finds it there. The part
+A run that fails, exceeds its memory or time, or hangs also has a result: the reason in
+a few words. Every result is one line of JSON, written immediately, under a key made
+from the configuration and the command; a restarted search finds it there. The part
 inside the ranks is `fzero.tuning.probe`.
 """
 
@@ -31,27 +33,41 @@ from fzero.tuning.probe import VARIABLE, Request
 
 CONFIG_FLAGS = ("--config", "--deepspeed_config", "--deepspeed", "--ds_config")
 OF_SPACE = (
-    "fast", "num_tuning_micro_batch_sizes", "min_train_micro_batch_size_per_gpu", "max_train_micro_batch_size_per_gpu",
-    "min_train_batch_size", "max_train_batch_size", "arg_mappings",
-)  # fmt: skip
-"""Keys of `autotuning` on which the candidates depend; the others control the measurement."""
+    "fast",
+    "num_tuning_micro_batch_sizes",
+    "min_train_micro_batch_size_per_gpu",
+    "max_train_micro_batch_size_per_gpu",
+    "min_train_batch_size",
+    "max_train_batch_size",
+    "arg_mappings",
+)
+"""Keys of `autotuning` on which the candidates depend; the others control the
+measurement.
+"""
 SECONDS_TO_END = 15  # from the SIGTERM to the launcher until it is killed
 OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|Cannot allocate memory|MemoryError|std::bad_alloc|can't start new thread",
+    r"out of memory|can't allocate memory|Cannot allocate memory|MemoryError|std::bad_alloc|can't "
+    r"start new thread",
     re.I,
 )
 ERROR = re.compile(
-    r"^(?:\s*\[[^]]*\]:?)*\s*(?:(?:[\w.]+\.)?\w*(?:Error|Exception|Failure): .|MemoryError$|terminate called )"
+    r"^(?:\s*\[[^]]*\]:?)*\s*(?:(?:[\w.]+\.)?\w*(?:Error|Exception|Failure): "
+    r".|MemoryError$|terminate called )"
 )
 """The first line of an error; the following lines are its message."""
 OF_RANK = re.compile(r"^\[rank \d+\]")
-OF_OTHERS = ("CollectiveError", "ChildFailedError")  # exceptions of ranks that failed only because another rank did
-RAISED = re.compile(r"^(?:\s*\[[^]]*\]:?)*\s*(?:[\w.]+\.)?(\w*(?:Error|Exception|Failure)): (.+)$", re.M)
+# exceptions of ranks that failed only because another rank did
+OF_OTHERS = ("CollectiveError", "ChildFailedError")
+RAISED = re.compile(
+    r"^(?:\s*\[[^]]*\]:?)*\s*(?:[\w.]+\.)?(\w*(?:Error|Exception|Failure)): (.+)$", re.M
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The tuned command: flags of the launcher, the script, its arguments, and which argument is the configuration."""
+    """The tuned command: flags of the launcher, the script, its arguments, and which
+    argument is the configuration.
+    """
 
     launcher: tuple[str, ...]
     path: str
@@ -76,8 +92,8 @@ class Script:
             name, index = min(flags, key=lambda one: one[0] != "--deepspeed_config")
             return cls(tuple(launcher), path, tuple(args), name, index)
         raise ConfigError(
-            f"{path}: must be given its configuration as a file, by one of {', '.join(CONFIG_FLAGS)}, got "
-            f"{' '.join(args) or 'no arguments'}; add --config FILE"
+            f"{path}: must be given its configuration as a file, by one of "
+            f"{', '.join(CONFIG_FLAGS)}, got {' '.join(args) or 'no arguments'}; add --config FILE"
         )
 
     @property
@@ -86,9 +102,13 @@ class Script:
         return self.args[self.index].removeprefix(f"{self.flag}=")
 
     def words(self, config: str, mapped: Mapping[str, Any] | None = None) -> list[str]:
-        """The words after `fzero run` with another configuration; `mapped` has the values of other arguments."""
+        """The words after `fzero run` with another configuration; `mapped` has the
+        values of other arguments.
+        """
         args = list(self.args)
-        args[self.index] = f"{self.flag}={config}" if args[self.index].startswith(f"{self.flag}=") else config
+        args[self.index] = (
+            f"{self.flag}={config}" if args[self.index].startswith(f"{self.flag}=") else config
+        )
         for flag, value in (mapped or {}).items():
             _set(args, flag, str(value))
         return [*self.launcher, self.path, *args]
@@ -106,9 +126,13 @@ def _set(args: list[str], flag: str, value: str) -> None:
 
 
 def mapped(keys: Keys, arg_mappings: Mapping[str, str]) -> dict[str, Any]:
-    """The values of script arguments that repeat keys of the configuration; keys are dotted.
+    """The values of script arguments that repeat keys of the configuration; keys are
+    dotted.
 
-    >>> mapped({"zero_optimization": {"stage": 2}}, {"zero_optimization.stage": "--stage", "bf16": "--bf16"})
+    >>> mapped(
+    ...     {"zero_optimization": {"stage": 2}},
+    ...     {"zero_optimization.stage": "--stage", "bf16": "--bf16"},
+    ... )
     {'--stage': 2}
     """
     values = {}
@@ -143,7 +167,9 @@ class Result:
 
 
 class Results:
-    """The file of all results; it keeps and ignores torn lines and results of other commands."""
+    """The file of all results; it keeps and ignores torn lines and results of other
+    commands.
+    """
 
     def __init__(self, folder: Path, *, overwrite: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +183,9 @@ class Results:
                 self._known[record["key"]] = record
 
     def find(self, key: str, time_limit: float) -> Result | None:
-        """The result of this key, unless it timed out under a shorter limit or has another version's format."""
+        """The result of this key, unless it timed out under a shorter limit or has
+        another version's format.
+        """
         record = self._known.get(key)
         if record is None or record.keys() != {field.name for field in fields(Result)}:
             return None
@@ -172,7 +200,11 @@ class Results:
     def add(self, record: dict[str, Any]) -> None:
         """Writes a result and flushes it to the disk, so that it survives a crash."""
         self._known[record["key"]] = record
-        is_torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n") and self.path.stat().st_size
+        is_torn = (
+            self.path.exists()
+            and not self.path.read_bytes().endswith(b"\n")
+            and self.path.stat().st_size
+        )
         with self.path.open("a") as file:
             file.write("\n" * bool(is_torn) + json.dumps(record) + "\n")
             file.flush()
@@ -180,15 +212,21 @@ class Results:
 
 
 def key_of(keys: Keys, words: Sequence[str], request: Request) -> str:
-    """A hash of the configuration, command and limits; for a plan, of the search space as well."""
+    """A hash of the configuration, command and limits; for a plan, of the search space
+    as well.
+    """
     limits = asdict(replace(request, out="", keys=None))
     space = {} if request.mode == "measure" else autotuning(keys).model_dump(include=set(OF_SPACE))
-    text = json.dumps([changed(keys, {"autotuning": None}), list(words), limits, space], sort_keys=True)
+    text = json.dumps(
+        [changed(keys, {"autotuning": None}), list(words), limits, space], sort_keys=True
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class _Ended(NamedTuple):
-    """The result that rank 0 wrote, or the reason why there is none; and the seconds of the run."""
+    """The result that rank 0 wrote, or the reason why there is none; and the seconds of
+    the run.
+    """
 
     result: dict[str, Any] | None
     took: float
@@ -208,16 +246,27 @@ class Runs:
     def key(self, keys: Keys, request: Request) -> str:
         return key_of(keys, self.script.words("", mapped(keys, self.arg_mappings)), request)
 
-    def measure(self, name: str, keys: Keys, request: Request, *, memory: float | None = None) -> Result:
-        """One run with this configuration; `memory` limits a rank if the request does not."""
+    def measure(
+        self, name: str, keys: Keys, request: Request, *, memory: float | None = None
+    ) -> Result:
+        """One run with this configuration; `memory` limits a rank if the request does
+        not.
+        """
         key = self.key(keys, request)
         ended = self._run(key, keys, replace(request, memory=request.memory or memory))
         shown = changed(keys, {"autotuning": None})
         result = Result(key, name, time_limit=self.time_limit, took=ended.took, config=shown)
         if (measured := ended.result) is None:
             is_short = ended.error.startswith("out of memory")
-            return replace(result, error=ended.error, out_of_memory=is_short, timed_out=ended.timed_out)
-        return replace(result, seconds=measured["seconds"], samples=measured["samples"] or 0, nbytes=measured["nbytes"])
+            return replace(
+                result, error=ended.error, out_of_memory=is_short, timed_out=ended.timed_out
+            )
+        return replace(
+            result,
+            seconds=measured["seconds"],
+            samples=measured["samples"] or 0,
+            nbytes=measured["nbytes"],
+        )
 
     def describe(self, keys: Keys, request: Request) -> tuple[dict[str, Any] | None, str]:
         """(the plan of all candidates, or None; why there is none)."""
@@ -228,7 +277,9 @@ class Runs:
     def _run(self, key: str, keys: Keys, request: Request) -> _Ended:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Absolute paths, because the script may change its working directory.
-        config, out, log = ((self.folder / f"{key}.{end}").resolve() for end in ("json", "out", "log"))
+        config, out, log = (
+            (self.folder / f"{key}.{end}").resolve() for end in ("json", "out", "log")
+        )
         out.unlink(missing_ok=True)
         keys, folders = _with_own_files(changed(keys, {"autotuning": None}), key)
         config.write_text(json.dumps(keys, indent=2))
@@ -251,7 +302,9 @@ class Runs:
 
 
 def _with_own_files(keys: Keys, key: str) -> tuple[Keys, list[Path]]:
-    """The configuration with separate folders for files of state, and these folders, which are removed after the run."""
+    """The configuration with separate folders for files of state, and these folders,
+    which are removed after the run.
+    """
     zero, folders = dict(keys.get("zero_optimization") or {}), []
     for name in ("offload_optimizer", "offload_param"):
         block = zero.get(name)
@@ -263,7 +316,9 @@ def _with_own_files(keys: Keys, key: str) -> tuple[Keys, list[Path]]:
 
 
 def _start(words: Sequence[str], request: Request, log: Any, time_limit: float) -> int | None:
-    """Runs the launcher until it ends or the time is up; returns its exit code, None after a timeout."""
+    """Runs the launcher until it ends or the time is up; returns its exit code, None
+    after a timeout.
+    """
     environment = os.environ | {VARIABLE: request.as_text(), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
     process = subprocess.Popen(
         [*ends_with_us(), sys.executable, "-m", "fzero", "run", *words],
@@ -282,7 +337,9 @@ def _start(words: Sequence[str], request: Request, log: Any, time_limit: float) 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Sends the launcher SIGTERM to end its ranks. If it does not exit, it is killed, and the reaper ends the ranks."""
+    """Sends the launcher SIGTERM to end its ranks. If it does not exit, it is killed,
+    and the reaper ends the ranks.
+    """
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -295,24 +352,36 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def reason(log: str, code: int, request: Request) -> str:
     """Why a run failed, in a few words, from its output.
 
-    >>> reason("fzero: rank 0 on a ended with code 1 …\\n    fzero.config.fields.ConfigError: x: must be 1\\n", 1,
-    ...        Request("measure", ""))
+    >>> reason(
+    ...     "fzero: rank 0 on a ended with code 1 …\\n    fzero.config.fields.ConfigError: x: must be 1\\n",
+    ...     1,
+    ...     Request("measure", ""),
+    ... )
     'ConfigError: x: must be 1'
     """
     raised = list(_raised(log))
-    if any(OUT_OF_MEMORY.search(text) for text in _last_errors(log)) or code == 128 + signal.SIGKILL:
+    if (
+        any(OUT_OF_MEMORY.search(text) for text in _last_errors(log))
+        or code == 128 + signal.SIGKILL
+    ):
         limit = "" if request.memory is None else f" of {request.memory / 1e9:.3g} GB"
         return f"out of memory{limit}"
     if raised:
         return raised[-1]
     if code == 0:
-        return f"ended before step {request.end}" if request.mode == "measure" else "ended without a train step"
+        return (
+            f"ended before step {request.end}"
+            if request.mode == "measure"
+            else "ended without a train step"
+        )
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return f"ended with code {code}: {lines[-1] if lines else 'it wrote nothing'}"
 
 
 def _last_errors(log: str) -> list[str]:
-    """The last error of each rank and of the launcher; without any error, the last lines."""
+    """The last error of each rank and of the launcher; without any error, the last
+    lines.
+    """
     errors: dict[str, list[str]] = {}
     lines = log.splitlines()
     for line in lines:
@@ -325,7 +394,9 @@ def _last_errors(log: str) -> list[str]:
 
 
 def _raised(log: str) -> Iterator[str]:
-    """The exceptions in a log, except those of ranks that failed only because another rank did."""
+    """The exceptions in a log, except those of ranks that failed only because another
+    rank did.
+    """
     for match in RAISED.finditer(log):
         name, message = match[1], match[2].strip()
         if name not in OF_OTHERS:

@@ -1,14 +1,17 @@
-"""`next_trial`: the search of `fzero tune`, which chooses the next configuration to measure from the costs so far.
+"""`next_trial`: the search of `fzero tune`, which chooses the next configuration to
+measure from the costs so far.
 
     while (index := next_trial(points, costs, strategy)) is not None:
-        costs[index] = measure(index)          # seconds per sample, say; None if the run failed
+        costs[index] = measure(index) # seconds per sample, say; None if the run failed
 
-The first point is measured first. `gridsearch` continues in their order, `random` in a random one. `model_based` corrects the
-plan's predictions by a Gaussian process: the logarithm of a cost is the prediction's, plus a sum of effects of the
-features (the stage, the micro-batch, checkpointing, …), plus an effect of the point itself, which is similar for close points.
-All effects are Gaussian, so that a measurement also informs about the other points. The search measures the point with the
-best prediction, then always the one with the greatest expected improvement (Jones et al. 1998), and ends when that is less than
-0.003 of the cost.
+The first point is measured first. `gridsearch` continues in their order, `random` in a
+random one. `model_based` corrects the plan's predictions by a Gaussian process: the
+logarithm of a cost is the prediction's, plus a sum of effects of the features (the
+stage, the micro-batch, checkpointing, …), plus an effect of the point itself, which is
+similar for close points. All effects are Gaussian, so that a measurement also informs
+about the other points. The search measures the point with the best prediction, then
+always the one with the greatest expected improvement (Jones et al. 1998), and ends when
+that is less than 0.003 of the cost.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class Strategy:
 
     kind: TunerType = "model_based"  # see the top of this file
     num_trials: int = 50  # the most points that are measured
-    early_stopping: int = 5  # ends after so many measured points in a row without improvement; 0 never does
+    # ends after so many measured points in a row without improvement; 0 never does
+    early_stopping: int = 5
     seed: int = 0  # seed of the strategy `random`
 
 
@@ -65,15 +69,25 @@ def next_trial(
     Args:
         points: all points; the first is measured first.
         costs: measured so far, in the order of the trials; None for a failed one.
-        out_of_memory: the points that ran out of memory; points that need as much by the plan are not tried.
+        out_of_memory: the points that ran out of memory; points that need as much by
+            the plan are not tried.
 
     >>> two = [Point((0,), 1.0), Point((1,), 2.0)]
-    >>> [next_trial(two, costs, Strategy("gridsearch")) for costs in ({}, {0: 1.0}, {0: 1.0, 1: 2.0})]
+    >>> [
+    ...     next_trial(two, costs, Strategy("gridsearch"))
+    ...     for costs in ({}, {0: 1.0}, {0: 1.0, 1: 2.0})
+    ... ]
     [0, 1, None]
     """
     largest = min((points[index].nbytes for index in out_of_memory), default=math.inf)
-    rest = [index for index, point in enumerate(points) if index not in costs and point.nbytes < largest]
-    if not rest or len(costs) >= strategy.num_trials or _is_stuck(list(costs.values()), strategy.early_stopping):
+    rest = [
+        index for index, point in enumerate(points) if index not in costs and point.nbytes < largest
+    ]
+    if (
+        not rest
+        or len(costs) >= strategy.num_trials
+        or _is_stuck(list(costs.values()), strategy.early_stopping)
+    ):
         return None
     if 0 in rest or strategy.kind == "gridsearch":
         return rest[0]
@@ -86,7 +100,9 @@ def next_trial(
 
 
 def believed(points: Sequence[Point], costs: Mapping[int, float | None]) -> tuple[Array, Array]:
-    """Posterior mean and standard deviation of the logarithm of every point's cost, given the measured costs."""
+    """Posterior mean and standard deviation of the logarithm of every point's cost,
+    given the measured costs.
+    """
     seen = [index for index, cost in costs.items() if cost is not None]
     predicted = np.log([point.predicted for point in points])
     kernel = _kernel(points, predicted)
@@ -99,16 +115,22 @@ def believed(points: Sequence[Point], costs: Mapping[int, float | None]) -> tupl
 
 
 def _kernel(points: Sequence[Point], predicted: Array) -> Array:
-    features = np.array([point.features for point in points], dtype=np.float64).reshape(len(points), -1)
+    features = np.array([point.features for point in points], dtype=np.float64).reshape(
+        len(points), -1
+    )
     features -= features.mean(0)  # so that effects do not shift all points together
     slope = predicted - predicted.mean()
     distance = ((features[:, None] - features[None]) ** 2).sum(-1)
     effects = EFFECT**2 * features @ features.T
-    made: Array = OFFSET**2 + SLOPE**2 * np.outer(slope, slope) + effects + OWN**2 * np.exp(-distance / 2)
+    made: Array = (
+        OFFSET**2 + SLOPE**2 * np.outer(slope, slope) + effects + OWN**2 * np.exp(-distance / 2)
+    )
     return made
 
 
-def _most_promising(points: Sequence[Point], costs: Mapping[int, float | None], rest: list[int]) -> int | None:
+def _most_promising(
+    points: Sequence[Point], costs: Mapping[int, float | None], rest: list[int]
+) -> int | None:
     mean, deviation = believed(points, costs)
     best = min(math.log(cost) for cost in costs.values() if cost is not None)
     gains = {index: _expected_gain(best - mean[index], deviation[index]) for index in rest}

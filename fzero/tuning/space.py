@@ -1,7 +1,9 @@
-"""`candidates`: the configurations that `fzero tune` considers. `Planner` makes the plan of each.
+"""`candidates`: the configurations that `fzero tune` considers. `Planner` makes the
+plan of each.
 
-Candidates differ in stage, micro-batch, activation checkpointing and, on request, in bucket size and placement. The model and
-the batch are the script's, so this code runs in one of its ranks (`fzero.tuning.probe`), which sends the results as JSON.
+Candidates differ in stage, micro-batch, activation checkpointing and, on request, in
+bucket size and placement. The model and the batch are the script's, so this code runs
+in one of its ranks (`fzero.tuning.probe`), which sends the results as JSON.
 """
 
 from __future__ import annotations
@@ -58,13 +60,19 @@ class TuningCandidate:
         choice = self.choice
         parts = [choice.stage >= stage for stage in (1, 2, 3)]
         parts += [choice.checkpoints, choice.small]
-        parts += [getattr(choice, name) == kind for name in ("optimizer", "params") for kind in ("host", "nvme")]
+        parts += [
+            getattr(choice, name) == kind
+            for name in ("optimizer", "params")
+            for kind in ("host", "nvme")
+        ]
         return (*(float(part) - 0.5 for part in parts), math.log2(self.micro or 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The plan of a candidate: bytes of one rank by kind of memory, and seconds of a step; or why it is not possible."""
+    """The plan of a candidate: bytes of one rank by kind of memory, and seconds of a
+    step; or why it is not possible.
+    """
 
     candidate: TuningCandidate
     nbytes: dict[str, int]
@@ -105,20 +113,35 @@ def candidates(
     choices = product(stages, sizes, [False, True], offload, offload, buckets)
     for stage, (micro, steps), has, opt, params, small in choices:
         choice = Setting(stage, opt, params, has, small, given.choice.inputs)
-        is_possible = (params == "device" or (stage == 3 and opt != "device")) and (opt == "device" or stage > 0)
-        if is_possible and (choice, micro, steps) != (given.choice, given.micro, given.num_micro_steps):
+        is_possible = (params == "device" or (stage == 3 and opt != "device")) and (
+            opt == "device" or stage > 0
+        )
+        if is_possible and (choice, micro, steps) != (
+            given.choice,
+            given.micro,
+            given.num_micro_steps,
+        ):
             changes = {**choice.keys(nvme_path, every), **batch_keys(keys, micro, steps)}
             changes.setdefault("activation_checkpointing", {"every": None})
             space.append(TuningCandidate(choice, micro, steps, changed(keys, changes)))
     return space
 
 
-def micro_batches(keys: Keys, settings: Autotuning, world_size: int) -> Iterator[tuple[int | None, int]]:
-    """Micro-batch sizes, each with its micro-steps, smallest first; only the given one if it cannot be changed.
+def micro_batches(
+    keys: Keys, settings: Autotuning, world_size: int
+) -> Iterator[tuple[int | None, int]]:
+    """Micro-batch sizes, each with its micro-steps, smallest first; only the given one
+    if it cannot be changed.
 
     >>> list(micro_batches({"train_batch_size": 24}, Autotuning(), 2))
     [(4, 3), (6, 2), (12, 1)]
-    >>> list(micro_batches({"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}, Autotuning(), 2))
+    >>> list(
+    ...     micro_batches(
+    ...         {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
+    ...         Autotuning(),
+    ...         2,
+    ...     )
+    ... )
     [(4, 2), (8, 2), (16, 2)]
     """
     cfg = quietly(keys)
@@ -134,7 +157,9 @@ def micro_batches(keys: Keys, settings: Autotuning, world_size: int) -> Iterator
     allowed = [
         size
         for size in sizes
-        if settings.min_train_micro_batch_size_per_gpu <= size <= settings.max_train_micro_batch_size_per_gpu
+        if settings.min_train_micro_batch_size_per_gpu
+        <= size
+        <= settings.max_train_micro_batch_size_per_gpu
         and (keeps or least <= size * steps * world_size <= most)
     ]
     nearest = sorted(allowed, key=lambda size: (abs(math.log(size / micro)), -size))
@@ -153,10 +178,19 @@ class Planner:
     """Plans candidates of one model, with the script's batch in every size they need."""
 
     def __init__(
-        self, model: nn.Module, keys: Keys, world_size: int, machine: MachineModel, *, device: Device,
-        sample: Callable[[int | None], Any] | None, nvme_path: str | None = None,
-    ) -> None:  # fmt: skip
-        """`sample(n)` makes one rank's batch of n samples (None: the script's own); without it, no activations are counted."""
+        self,
+        model: nn.Module,
+        keys: Keys,
+        world_size: int,
+        machine: MachineModel,
+        *,
+        device: Device,
+        sample: Callable[[int | None], Any] | None,
+        nvme_path: str | None = None,
+    ) -> None:
+        """`sample(n)` makes one rank's batch of n samples (None: the script's own);
+        without it, no activations are counted.
+        """
 
         def search(micro: int | None, steps: int) -> Search:
             batch = sample(micro) if sample else None
@@ -166,7 +200,9 @@ class Planner:
         self._search = cache(search)
 
     def planned(self, candidate: TuningCandidate) -> Planned:
-        """The plan of a candidate; if the model or the configuration does not allow it, `refused` has the reason."""
+        """The plan of a candidate; if the model or the configuration does not allow it,
+        `refused` has the reason.
+        """
         try:
             search = self._search(candidate.micro, candidate.num_micro_steps)
             rung = search.rung("", candidate.choice)
@@ -176,5 +212,7 @@ class Planner:
         if rung is None:
             return Planned(candidate, {}, 0.0, refused=reason)
         flops = search.activations.of(checkpoints=False).flops if search.activations else 0
-        nbytes = {"device": rung.device_nbytes} | {kind: rung.column.nbytes(kind) for kind in ("host", "nvme")}
+        nbytes = {"device": rung.device_nbytes} | {
+            kind: rung.column.nbytes(kind) for kind in ("host", "nvme")
+        }
         return Planned(candidate, nbytes, rung.seconds, flops * candidate.num_micro_steps)

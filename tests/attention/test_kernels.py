@@ -34,7 +34,10 @@ LAYOUTS = {
     "longformer by tokens": BSLongformer(attention="unidirectional"),
     "random for each head": BigBird(different_layout_per_head=True),
     "patterns of heads": Fixed(
-        num_different_global_patterns=3, different_layout_per_head=True, num_local_blocks=3, attention="unidirectional"
+        num_different_global_patterns=3,
+        different_layout_per_head=True,
+        num_local_blocks=3,
+        attention="unidirectional",
     ),
     "local": Local(),
     "dense": Dense(),
@@ -70,7 +73,9 @@ def same(made: list[Tensor], expected: list[Tensor], *, atol: float = 1e-11) -> 
 
 @pytest.mark.parametrize("backend", ["blocks", "sdpa", "auto"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_kernel_gives_the_numbers_and_gradients_of_masked_attention(name: str, backend: Any) -> None:
+def test_a_kernel_gives_the_numbers_and_gradients_of_masked_attention(
+    name: str, backend: Any
+) -> None:
     layout = LAYOUTS[name].layout(7, heads=HEADS)
     causal = layout.attention == "unidirectional"
     of = inputs(7 * BLOCK)
@@ -89,15 +94,23 @@ def test_sizes_of_chunks_change_nothing(most: int, monkeypatch: pytest.MonkeyPat
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), st.integers(1, 6), st.sampled_from([1, HEADS]), st.sampled_from([None, False, True]))
+@given(
+    st.data(), st.integers(1, 6), st.sampled_from([1, HEADS]), st.sampled_from([None, False, True])
+)
 def test_any_layout_of_any_blocks_is_that_of_its_mask(
     data: st.DataObject, size: int, heads: int, causal: bool | None
 ) -> None:
-    bits = [[data.draw(st.integers(0, 2**size - 1)) | 1 << row for row in range(size)] for _ in range(heads)]
+    bits = [
+        [data.draw(st.integers(0, 2**size - 1)) | 1 << row for row in range(size)]
+        for _ in range(heads)
+    ]
     layout = Layout(tuple(tuple(head) for head in bits))
     of = inputs(size * BLOCK)
     made = sparse_attention(*of, layout, block=BLOCK, causal=causal, backend="blocks")
-    same(with_grads(made, *of), with_grads(plain(*of, dense_mask(layout, BLOCK, causal=bool(causal))), *of))
+    same(
+        with_grads(made, *of),
+        with_grads(plain(*of, dense_mask(layout, BLOCK, causal=bool(causal))), *of),
+    )
 
 
 @pytest.mark.parametrize("name", ["fixed by tokens", "random for each head", "global rows"])
@@ -108,11 +121,21 @@ def test_masks_of_keys_and_biases_of_every_shape_are_added(name: str, backend: A
     key_mask = torch.ones(BATCH, length, dtype=torch.bool)
     key_mask[0, -6:] = False
     key_mask[1, :] = False  # every query of a sample: no key is left
-    shapes = [(length, length), (BATCH, 1, 1, length), (HEADS, length, length), (BATCH, HEADS, length, length)]
+    shapes = [
+        (length, length),
+        (BATCH, 1, 1, length),
+        (HEADS, length, length),
+        (BATCH, HEADS, length, length),
+    ]
     biases = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     of = inputs(length)
-    made = sparse_attention(*of, layout, block=BLOCK, key_mask=key_mask, biases=biases, backend=backend)
-    mask = dense_mask(layout, BLOCK, causal=layout.attention == "unidirectional") & key_mask[:, None, None]
+    made = sparse_attention(
+        *of, layout, block=BLOCK, key_mask=key_mask, biases=biases, backend=backend
+    )
+    mask = (
+        dense_mask(layout, BLOCK, causal=layout.attention == "unidirectional")
+        & key_mask[:, None, None]
+    )
     expected = plain(*of, mask, *biases)
     same(with_grads(made, *of), with_grads(expected, *of))
     assert not made[1].any()
@@ -120,9 +143,15 @@ def test_masks_of_keys_and_biases_of_every_shape_are_added(name: str, backend: A
 
 def test_a_trained_bias_gets_its_gradient_from_the_reference() -> None:
     layout = Local().layout(8)
-    of, bias = inputs(8 * BLOCK), torch.zeros(HEADS, 8 * BLOCK, 8 * BLOCK, dtype=torch.float64, requires_grad=True)
+    of, bias = (
+        inputs(8 * BLOCK),
+        torch.zeros(HEADS, 8 * BLOCK, 8 * BLOCK, dtype=torch.float64, requires_grad=True),
+    )
     made = sparse_attention(*of, layout, block=BLOCK, biases=[bias])
-    same(with_grads(made, bias), with_grads(plain(*of, dense_mask(layout, BLOCK, causal=True), bias), bias))
+    same(
+        with_grads(made, bias),
+        with_grads(plain(*of, dense_mask(layout, BLOCK, causal=True), bias), bias),
+    )
     with pytest.raises(ValueError, match="backend 'blocks' has no gradient for biases"):
         sparse_attention(*of, layout, block=BLOCK, biases=[bias], backend="blocks")
 
@@ -139,7 +168,10 @@ def test_a_batch_without_elements_gives_one(shape: tuple[int, ...], backend: Any
 def test_in_fp32_blocks_and_masked_sdpa_agree_to_1e_5() -> None:
     layout = BSLongformer(attention="unidirectional").layout(16)
     q, k, v = (torch.randn(2, 2, 16 * 16, 64, requires_grad=True) for _ in range(3))
-    found = [with_grads(sparse_attention(q, k, v, layout, block=16, backend=x), q, k, v) for x in ("blocks", "sdpa")]
+    found = [
+        with_grads(sparse_attention(q, k, v, layout, block=16, backend=x), q, k, v)
+        for x in ("blocks", "sdpa")
+    ]
     same(*found, atol=1e-5)
 
 
@@ -208,11 +240,12 @@ def test_torch_compile_takes_it_as_one_graph(backend: Any) -> None:
     same(with_grads(compiled(*of), *of), with_grads(f(*of), *of))
     functional = torch.func.grad(lambda q, k, v: f(q, k, v).square().sum())
     plain_q, *others = (x.detach() for x in of)
-    inside = torch.compile(functional, backend="aot_eager", fullgraph=True)  # Dynamo differentiates the forward itself
+    # Dynamo differentiates the forward itself
+    inside = torch.compile(functional, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(inside(plain_q, *others), functional(plain_q, *others))
 
 
-# --- FlexAttention -----------------------------------------------------------------------------------------------
+# --- FlexAttention --------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -222,7 +255,9 @@ def test_flex_attention_sees_the_same_mask(name: str) -> None:
     layout = LAYOUTS[name].layout(5, heads=HEADS)
     q, k, v = (x.detach().float() for x in inputs(5 * BLOCK))
     made = sparse_attention(q, k, v, layout, block=BLOCK, backend="flex")
-    expected = plain(q, k, v, dense_mask(layout, BLOCK, causal=layout.attention == "unidirectional"))
+    expected = plain(
+        q, k, v, dense_mask(layout, BLOCK, causal=layout.attention == "unidirectional")
+    )
     torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -239,37 +274,69 @@ def test_the_kernel_follows_from_device_density_and_biases() -> None:
     expected = ["blocks", "sdpa", "flex", "sdpa"]
     found = [choose_backend(x, device) for device in ("cpu", "cuda") for x in (sparse, dense)]
     assert found == expected
-    assert choose_backend(sparse, "cuda", has_biases=True) == choose_backend(sparse, "cuda", in_graph=True) == "blocks"
+    assert (
+        choose_backend(sparse, "cuda", has_biases=True)
+        == choose_backend(sparse, "cuda", in_graph=True)
+        == "blocks"
+    )
     assert choose_backend(sparse, "cpu", has_biases=True, biases_need_grad=True) == "sdpa"
     assert density(sparse) == 63 / 1024
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_is_refused_with_the_fix() -> None:
     q, k, v = (x.detach() for x in inputs(16))
     layout, flex = Local().layout(4), {"backend": "flex"}
     for args, more, says in [
-        ((q, k[:, :, :8], v, layout), {}, r"one shape \(B, H, L, D\), got \(2, 3, 16, 8\), \(2, 3, 8, 8\)"),
-        ((q, k, v.float(), layout), {}, "one dtype, got torch.float64, torch.float64, torch.float32"),
-        ((q[:, :, :15], k[:, :, :15], v[:, :, :15], layout), {}, "multiple of block, 4, got 15; pad .*pad_to_block_size"),
-        ((q, k, v, Local().layout(5)), {}, r"must have 4 blocks for 16 tokens in blocks of 4, got 5; .* layout.corner\(4\)"),
+        (
+            (q, k[:, :, :8], v, layout),
+            {},
+            r"one shape \(B, H, L, D\), got \(2, 3, 16, 8\), \(2, 3, 8, 8\)",
+        ),
+        (
+            (q, k, v.float(), layout),
+            {},
+            "one dtype, got torch.float64, torch.float64, torch.float32",
+        ),
+        (
+            (q[:, :, :15], k[:, :, :15], v[:, :, :15], layout),
+            {},
+            "multiple of block, 4, got 15; pad .*pad_to_block_size",
+        ),
+        (
+            (q, k, v, Local().layout(5)),
+            {},
+            r"must have 4 blocks for 16 tokens in blocks of 4, got 5; .* layout.corner\(4\)",
+        ),
         ((q, k, v, Layout(layout.rows * 2)), {}, "for 1 or all 3 heads, got 2"),
         ((q, k, v, Layout(((1, 1, 0, 1),))), {}, "row 2 of head 0 keeps none"),
         ((q, k, v, Layout(((2, 2, 2, 2),))), {"causal": True}, "row 0 of head 0 keeps none"),
-        ((q, k, v, layout), {"key_mask": torch.ones(2, 16)}, r"key_mask must be bool of .* \(2, 16\), got torch.float"),
-        ((q, k, v, layout), {"biases": [torch.ones(4, 16)]}, r"biases\[0\] must be broadcastable .* got \(4, 16\)"),
+        (
+            (q, k, v, layout),
+            {"key_mask": torch.ones(2, 16)},
+            r"key_mask must be bool of .* \(2, 16\), got torch.float",
+        ),
+        (
+            (q, k, v, layout),
+            {"biases": [torch.ones(4, 16)]},
+            r"biases\[0\] must be broadcastable .* got \(4, 16\)",
+        ),
         ((q, k, v, layout), {"biases": [torch.ones(16, 1)]}, "with L keys"),
-        ((q, k, v, layout), {"backend": "triton"}, "backend must be one of auto, sdpa, blocks, flex, got 'triton'"),
+        (
+            (q, k, v, layout),
+            {"backend": "triton"},
+            "backend must be one of auto, sdpa, blocks, flex, got 'triton'",
+        ),
         ((q, k, v, layout), {"biases": [torch.ones(16)], **flex}, "takes no biases"),
         ((q.clone().requires_grad_(), k, v, layout), flex, "needs CUDA for gradients"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ValueError, match=says):
             sparse_attention(*args, block=4, **more)  # type: ignore[arg-type]
 
 
-# --- inside a step -----------------------------------------------------------------------------------------------
+# --- inside a step --------------------------------------------------------------------------------
 
 
 class Attends(nn.Module):

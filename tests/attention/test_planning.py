@@ -1,4 +1,6 @@
-"""The planner counts operations, bytes and memory of attention by the density of its layout."""
+"""The planner counts operations, bytes and memory of attention by the density of its
+layout.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class Attends(nn.Module):
 
 def traced(layout: Layout, backend: Any = "auto") -> ActivationTrace:
     return trace_activations(
-        Attends(layout, backend), {}, torch.empty(BATCH, HEADS, LENGTH, WIDTH, device="meta"), loss_fn=call
+        Attends(layout, backend),
+        {},
+        torch.empty(BATCH, HEADS, LENGTH, WIDTH, device="meta"),
+        loss_fn=call,
     )
 
 
@@ -39,14 +44,19 @@ def call(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
-LAYOUTS = [pattern.layout(LENGTH // BLOCK, heads=HEADS) for pattern in (Local(), BSLongformer(), Fixed())]
+LAYOUTS = [
+    pattern.layout(LENGTH // BLOCK, heads=HEADS) for pattern in (Local(), BSLongformer(), Fixed())
+]
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, BigBird(different_layout_per_head=True).layout(LENGTH // BLOCK, heads=HEADS)]
+    "layout",
+    [*LAYOUTS, BigBird(different_layout_per_head=True).layout(LENGTH // BLOCK, heads=HEADS)],
 )
 def test_operations_are_those_of_the_kept_blocks(layout: Layout) -> None:
-    """Seven products for each kept block: two forward, five backward, as FlashAttention does."""
+    """Seven products for each kept block: two forward, five backward, as FlashAttention
+    does.
+    """
     kept = layout.lower_triangle() if layout.attention == "unidirectional" else layout
     blocks = kept.num_kept * (HEADS if layout.num_heads == 1 else 1)
     assert traced(layout).flops == 7 * 2 * BATCH * blocks * BLOCK**2 * WIDTH
@@ -78,7 +88,12 @@ def test_a_run_counts_the_same_operations() -> None:
 @pytest.mark.long
 def test_a_sparse_bert_of_4096_tokens_is_traced_without_its_memory() -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 4096}
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "max_position_embeddings": 4096,
+    }
     config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
     names = ("input_ids", "labels", "attention_mask")
     batch = {name: torch.empty(1, 4096, dtype=torch.int64, device="meta") for name in names}
@@ -87,8 +102,12 @@ def test_a_sparse_bert_of_4096_tokens_is_traced_without_its_memory() -> None:
         model = transformers.BertForMaskedLM(config)
         if window is not None:
             sparsity = BSLongformerSparsityConfig(2, 64, num_sliding_window_blocks=window)
-            SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(model, 4096, sparsity)
-        found.append(trace_activations(model, {}, batch, loss_fn=lambda model, batch: model(**batch).loss))
+            SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(
+                model, 4096, sparsity
+            )
+        found.append(
+            trace_activations(model, {}, batch, loss_fn=lambda model, batch: model(**batch).loss)
+        )
     dense, narrow, wide = found
     per_block = 7 * 2 * 2 * 64**2 * 16
     kept = [BSLongformer(num_sliding_window_blocks=window).layout(64).num_kept for window in (3, 9)]

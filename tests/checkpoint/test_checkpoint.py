@@ -1,4 +1,6 @@
-"""The laws of saving and loading: what is loaded is what was saved, whoever loads it, and training goes on from it."""
+"""The laws of saving and loading: what is loaded is what was saved, whoever loads it,
+and training goes on from it.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,14 @@ def without_grads(state: Any) -> Any:
     return state._replace(grads=optree.tree_map(torch.zeros_like, state.grads))
 
 
-# --- what is loaded is what was saved ----------------------------------------------------------------------------
+# --- what is loaded is what was saved -------------------------------------------------------------
 
 
 @examples(10)
 @given(paths(2))
-def test_what_is_loaded_on_any_ranks_is_what_these_would_cut_of_the_whole_state(path: list[Setting]) -> None:
+def test_what_is_loaded_on_any_ranks_is_what_these_would_cut_of_the_whole_state(
+    path: list[Setting],
+) -> None:
     old, new = map(step_of, path)
     with TemporaryDirectory(dir=MEMORY) as folder:
         fzero.save(fzero.simulation.stacked(states_of(old)), folder, step=simulated(path[0]))
@@ -70,7 +74,9 @@ def test_what_is_loaded_on_any_ranks_is_what_these_would_cut_of_the_whole_state(
 
 
 @given(settings("AdamW", precisions=("float32", "bfloat16")))
-def test_all_ranks_together_write_each_element_once_and_about_as_much_each(setting: Setting) -> None:
+def test_all_ranks_together_write_each_element_once_and_about_as_much_each(
+    setting: Setting,
+) -> None:
     step, written = step_of(setting), dict[tuple[str, int], int]()
     numels = []
     for rank in range(setting.world_size):
@@ -79,22 +85,34 @@ def test_all_ranks_together_write_each_element_once_and_about_as_much_each(setti
         for key, i in ((own.key, i) for own in parts for i in range(own.start, own.stop)):
             written[key, i] = written.get((key, i), 0) + 1
     assert set(written.values()) == {1}
-    expected = [f"model.{name}" for name, _ in (*make(Normed).named_parameters(), *make(Normed).named_buffers())]
-    assert {key for key, _ in written if key.startswith("model.")} == {n for n in expected if "empty" not in n}
+    expected = [
+        f"model.{name}"
+        for name, _ in (*make(Normed).named_parameters(), *make(Normed).named_buffers())
+    ]
+    assert {key for key, _ in written if key.startswith("model.")} == {
+        n for n in expected if "empty" not in n
+    }
     tensors = 4 * sum(len(unit.buffers) for unit in step.plan.units) + len(step.plan.buffers)
-    assert max(numels) - min(numels) <= 32 * tensors * setting.world_size  # of alignment and padding
+    # of alignment and padding
+    assert max(numels) - min(numels) <= 32 * tensors * setting.world_size
 
 
-# --- training goes on --------------------------------------------------------------------------------------------
+# --- training goes on -----------------------------------------------------------------------------
 
 
 class Moody(nn.Module):
-    """A model that draws random numbers and has statistics, so that all of the state counts."""
+    """A model that draws random numbers and has statistics, so that all of the state
+    counts.
+    """
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.norm, self.dropout, self.head = nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, width, bias=False)
+        self.norm, self.dropout, self.head = (
+            nn.BatchNorm1d(width),
+            nn.Dropout(0.3),
+            nn.Linear(width, width, bias=False),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for block in self.blocks:
@@ -103,26 +121,43 @@ class Moody(nn.Module):
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "fp32": {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 7}}},
+    "fp32": {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 7}}
+    },
     "bf16": {"bf16": {"enabled": True, "auto_cast": True}, "data_types": {"buffer_dtype": "bf16"}},
     "fp16": {
-        "fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 17, "loss_scale_window": 3},
+        "fp16": {
+            "enabled": True,
+            "auto_cast": True,
+            "initial_scale_power": 17,
+            "loss_scale_window": 3,
+        },
         "data_types": {"buffer_dtype": "fp16"},
     },
     "accumulation": {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 4},
     "Muon": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 1e-3}}},
     "Adafactor": {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}},
-    "loco": {"zero_optimization": {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}},
+    "loco": {
+        "zero_optimization": {
+            "zero_quantized_gradients": True,
+            "zeropp_loco_param": {"err_beta": 0.8},
+        }
+    },
 }
 
 
 def config_of(kind: str, stage: int) -> dict[str, Any]:
     cfg = config(stage) | KINDS[kind]
-    return cfg | {"zero_optimization": config(stage)["zero_optimization"] | KINDS[kind].get("zero_optimization", {})}
+    return cfg | {
+        "zero_optimization": config(stage)["zero_optimization"]
+        | KINDS[kind].get("zero_optimization", {})
+    }
 
 
 def batch(number: int, world_size: int) -> Any:
-    return optree.tree_map(lambda x: x.unflatten(0, (world_size, 8)), vectors(number, 8 * world_size, 8))
+    return optree.tree_map(
+        lambda x: x.unflatten(0, (world_size, 8)), vectors(number, 8 * world_size, 8)
+    )
 
 
 def run(step: Any, state: Any, numbers: range, batch_of: Callable[[int], Any]) -> Any:
@@ -169,12 +204,20 @@ def train_save_load(cfg: dict[str, Any], folder: str, compile: Any) -> tuple[Any
 
 @pytest.mark.parametrize(
     ("stage", "world_size", "compile"),
-    [(0, 2, None), (1, 2, None), (2, 3, None), (3, 2, None), pytest.param(3, 2, "step", marks=pytest.mark.long)],
+    [
+        (0, 2, None),
+        (1, 2, None),
+        (2, 3, None),
+        (3, 2, None),
+        pytest.param(3, 2, "step", marks=pytest.mark.long),
+    ],
 )
 def test_on_processes_training_goes_on_bit_for_bit(
     ranks: RankPool, stage: int, world_size: int, compile: Any, folder: Path
 ) -> None:
-    for through, loaded in ranks(world_size, train_save_load, config_of("bf16", stage), str(folder), compile):
+    for through, loaded in ranks(
+        world_size, train_save_load, config_of("bf16", stage), str(folder), compile
+    ):
         assert_same([loaded], [through])
 
 
@@ -188,21 +231,33 @@ def load_states(setting: Setting, folder: str) -> Any:
     return fzero.load(folder, step=step).state
 
 
-def test_processes_load_what_other_processes_saved_and_simulated_ranks_too(ranks: RankPool, folder: Path) -> None:
-    path = [Setting(3, 3, precision="bfloat16"), Setting(1, 2, precision="bfloat16"), Setting(2, 4), Setting(0, 1)]
+def test_processes_load_what_other_processes_saved_and_simulated_ranks_too(
+    ranks: RankPool, folder: Path
+) -> None:
+    path = [
+        Setting(3, 3, precision="bfloat16"),
+        Setting(1, 2, precision="bfloat16"),
+        Setting(2, 4),
+        Setting(0, 1),
+    ]
     ranks(path[0].world_size, save_states, path[0], str(folder))
     for setting in path[1:]:
-        assert_same(ranks(setting.world_size, load_states, setting, str(folder)), states_of(step_of(setting)))
+        assert_same(
+            ranks(setting.world_size, load_states, setting, str(folder)),
+            states_of(step_of(setting)),
+        )
     loaded = fzero.load(folder, step=simulated(path[2])).state
     assert_same(fzero.simulation.unstacked(loaded, 4), states_of(step_of(path[2])))
 
 
-# --- other jobs --------------------------------------------------------------------------------------------------
+# --- other jobs -----------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("stage", range(4))
-def test_a_plain_job_loads_the_parameters_under_their_own_names_tied_ones_too(stage: int, folder: Path) -> None:
+def test_a_plain_job_loads_the_parameters_under_their_own_names_tied_ones_too(
+    stage: int, folder: Path
+) -> None:
     ranks = fzero.simulate(fzero.make_train_step(make(Odd), config(stage)), 3, by="lockstep")
     state = ranks.init()
     path = fzero.save(state, folder, step=ranks)
@@ -210,7 +265,9 @@ def test_a_plain_job_loads_the_parameters_under_their_own_names_tied_ones_too(st
     tensors = model.state_dict()
     dcp.load({"model": tensors}, checkpoint_id=path)
     assert_same([tensors], [type(tensors)(ranks.gather(state))])
-    moments = {name: torch.full_like(x, 7.0) for name, x in model.named_parameters() if x.requires_grad}
+    moments = {
+        name: torch.full_like(x, 7.0) for name, x in model.named_parameters() if x.requires_grad
+    }
     dcp.load({"optimizer": {"exp_avg": moments}}, checkpoint_id=path)
     assert not any(x.any() for x in moments.values())
 
@@ -226,7 +283,10 @@ class Odder(Odd):
 def in_fsdp2(seed: int) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
-    model, mesh = make(Odder, seed), dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    model, mesh = (
+        make(Odder, seed),
+        dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)),
+    )
     for module in (*model.blocks, model):  # type: ignore[misc]
         fully_shard(module, mesh=mesh)
     return dict(model.state_dict())
@@ -255,26 +315,36 @@ def test_fsdp2_loads_what_fzero_saved(ranks: RankPool, folder: Path) -> None:
 def test_fzero_loads_what_fsdp2_saved(ranks: RankPool, prefix: str, folder: Path) -> None:
     ranks(2, save_in_fsdp2, str(folder), prefix)
     step = fzero.simulate(fzero.make_train_step(make(Odder), config(3)), 3, by="lockstep")
-    assert_same([step.gather(fzero.load_weights(folder, step=step))], [dict(make(Odder, seed=2).state_dict())])
+    assert_same(
+        [step.gather(fzero.load_weights(folder, step=step))],
+        [dict(make(Odder, seed=2).state_dict())],
+    )
 
 
-# --- nothing is lost ---------------------------------------------------------------------------------------------
+# --- nothing is lost ------------------------------------------------------------------------------
 
 
 def small(stage: int = 2, world_size: int = 2) -> tuple[fzero.simulation.LockstepRanks, Any]:
-    step = fzero.simulate(fzero.make_train_step(make(Moody), config(stage)), world_size, by="lockstep")
+    step = fzero.simulate(
+        fzero.make_train_step(make(Moody), config(stage)), world_size, by="lockstep"
+    )
     return step, step.init()
 
 
 def numbered(state: Any, number: int) -> Any:
     """The state after so many updates, in which every number tells it."""
-    return optree.tree_map(lambda x: torch.full_like(x, number % 100), state)._replace(rng=state.rng)
+    return optree.tree_map(lambda x: torch.full_like(x, number % 100), state)._replace(
+        rng=state.rng
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["fzero.json", "contents.json", ".metadata", "client.pt", "__0_0.distcp", "__1_0.distcp"]
+    "name",
+    ["fzero.json", "contents.json", ".metadata", "client.pt", "__0_0.distcp", "__1_0.distcp"],
 )
-def test_a_flipped_bit_is_found_anywhere_and_reported_with_file_and_tensor(name: str, folder: Path) -> None:
+def test_a_flipped_bit_is_found_anywhere_and_reported_with_file_and_tensor(
+    name: str, folder: Path
+) -> None:
     step, state = small()
     path = fzero.save(state, folder, step=step, client={"x": torch.arange(9)})
     content = (path / name).read_bytes()
@@ -304,12 +374,20 @@ def test_only_the_checkpoints_saved_last_are_kept_also_after_going_back(folder: 
     }  # the other was there meanwhile
     assert fzero.load(folder, step=step).path.name == "step-2-2"
     fzero.save(state, folder, step=step, keep=2)
-    assert {path.name for path in folder.iterdir() if path.name != files.JOB} == {"latest", "step-2", "step-2-2"}
+    assert {path.name for path in folder.iterdir() if path.name != files.JOB} == {
+        "latest",
+        "step-2",
+        "step-2-2",
+    }
     assert fzero.load(folder / "step-2-2", step=step).path.name == "step-2-2"
 
 
-def test_fzero_that_is_not_installed_saves_and_loads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs from its source folder, as `make gpu` does with the Python of another machine."""
+def test_fzero_that_is_not_installed_saves_and_loads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs from its source folder, as `make gpu` does with the Python of another
+    machine.
+    """
     step, state = small()
 
     def version(name: str) -> str:
@@ -338,29 +416,48 @@ def limited(nbytes: int) -> Any:
 def test_too_little_space_is_reported_before_anything_is_written(folder: Path) -> None:
     step, state = small()
     fzero.save(state, folder, step=step)
-    with limited(10_000), pytest.raises(fzero.CheckpointError, match=r"RLIMIT_FSIZE is 10,000; nothing was written"):
+    with (
+        limited(10_000),
+        pytest.raises(fzero.CheckpointError, match=r"RLIMIT_FSIZE is 10,000; nothing was written"),
+    ):
         fzero.save(numbered(state, 7), folder, step=step)
     with (
         patch.object(files.os, "statvfs", lambda path: SimpleNamespace(f_bavail=9, f_frsize=1000)),
-        pytest.raises(fzero.CheckpointError, match=r"bytes free, and has 9,000; nothing was written"),
+        pytest.raises(
+            fzero.CheckpointError, match=r"bytes free, and has 9,000; nothing was written"
+        ),
     ):
         fzero.save(numbered(state, 7), folder, step=step)
-    assert {path.name for path in folder.iterdir() if path.name != files.JOB} == {"latest", "step-0"}
+    assert {path.name for path in folder.iterdir() if path.name != files.JOB} == {
+        "latest",
+        "step-0",
+    }
     assert_same([fzero.load(folder, step=step).state], [without_grads(state)])
 
 
-def test_a_disk_that_is_full_meanwhile_is_reported_on_all_ranks_and_nothing_is_left(folder: Path) -> None:
+def test_a_disk_that_is_full_meanwhile_is_reported_on_all_ranks_and_nothing_is_left(
+    folder: Path,
+) -> None:
     step, state = small()
     fzero.save(state, folder, step=step)
     nothing = patch.object(files, "check_space", lambda *_: None)
-    with nothing, limited(10_000), pytest.raises(fzero.CheckpointError, match=r"make space on the disk.*on rank 0"):
+    with (
+        nothing,
+        limited(10_000),
+        pytest.raises(fzero.CheckpointError, match=r"make space on the disk.*on rank 0"),
+    ):
         fzero.save(numbered(state, 7), folder, step=step)
-    assert {path.name for path in folder.iterdir() if path.name != files.JOB} == {"latest", "step-0"}
+    assert {path.name for path in folder.iterdir() if path.name != files.JOB} == {
+        "latest",
+        "step-0",
+    }
     assert_same([fzero.load(folder, step=step).state], [without_grads(state)])
 
 
 class Full:
-    """A disk on which the n-th new file or folder cannot be made, nor any after it, as where no inodes are left."""
+    """A disk on which the n-th new file or folder cannot be made, nor any after it, as
+    where no inodes are left.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, number: int) -> None:
         self.left = number
@@ -434,7 +531,10 @@ def test_another_model_or_optimizer_is_reported_by_name(wrong: str, folder: Path
         model.extra = make(lambda: nn.Linear(2, 2))
         message = r"parameter 'extra.weight' must be in the checkpoint"
     elif wrong == "shapes":
-        model, message = make(lambda: Moody(9)), r"'model.blocks.0.weight' must have shape \(9, 9\) .* has \(8, 8\)"
+        model, message = (
+            make(lambda: Moody(9)),
+            r"'model.blocks.0.weight' must have shape \(9, 9\) .* has \(8, 8\)",
+        )
     elif wrong == "optimizer":
         cfg, message = (
             config(1, optimizer={"type": "SGD", "params": {"lr": 0.1}}),
@@ -449,26 +549,37 @@ def test_another_model_or_optimizer_is_reported_by_name(wrong: str, folder: Path
 
 def test_what_is_no_whole_checkpoint_is_reported(folder: Path) -> None:
     step, state = small()
-    with pytest.raises(fzero.checkpoint.NoCheckpointError, match=r"must be a folder, and there is none"):
+    with pytest.raises(
+        fzero.checkpoint.NoCheckpointError, match=r"must be a folder, and there is none"
+    ):
         fzero.load(folder, step=step)
     folder.mkdir()
-    with pytest.raises(fzero.checkpoint.NoCheckpointError, match=r"must hold 'latest' or fzero.json"):
+    with pytest.raises(
+        fzero.checkpoint.NoCheckpointError, match=r"must hold 'latest' or fzero.json"
+    ):
         fzero.load(folder, step=step)
     path = fzero.save(state, folder, step=step)
     half = files.begin(folder, 3)
     with pytest.raises(fzero.CheckpointError, match=r"was not written to its end"):
         fzero.load(half, step=step)
-    with pytest.raises(fzero.CheckpointError, match=r"no other save to .* may be under way, and process \d+ on"):
+    with pytest.raises(
+        fzero.CheckpointError, match=r"no other save to .* may be under way, and process \d+ on"
+    ):
         fzero.save(state, folder, step=step)
     files.write_manifest(path, files.read_manifest(path) | {"format": 2})
-    with pytest.raises(fzero.CheckpointError, match=r"must be at most 1, got 2: a newer fzero wrote it .*update fzero"):
+    with pytest.raises(
+        fzero.CheckpointError,
+        match=r"must be at most 1, got 2: a newer fzero wrote it .*update fzero",
+    ):
         fzero.load(folder, step=step)
-    with pytest.warns(UserWarning, match=r"client\['a'\]: a object is left out; store numbers, strings"):
+    with pytest.warns(
+        UserWarning, match=r"client\['a'\]: a object is left out; store numbers, strings"
+    ):
         fzero.save(state, folder / "other", step=step, client={"a": object(), "b": Path("x")})
     assert fzero.load(folder / "other", step=step).client == {"b": Path("x")}
 
 
-# --- while the next steps run ------------------------------------------------------------------------------------
+# --- while the next steps run ---------------------------------------------------------------------
 
 
 def save_while_training(folder: str) -> tuple[Any, Any, Any, float, str]:
@@ -493,7 +604,9 @@ def save_while_training(folder: str) -> tuple[Any, Any, Any, float, str]:
     return expected, loaded.state, state, loaded.client, reported
 
 
-def test_steps_go_on_while_a_checkpoint_is_written_which_holds_what_was_given(ranks: RankPool, folder: Path) -> None:
+def test_steps_go_on_while_a_checkpoint_is_written_which_holds_what_was_given(
+    ranks: RankPool, folder: Path
+) -> None:
     for expected, loaded, state, client, _ in ranks(2, save_while_training, str(folder)):
         assert_same([loaded], [without_grads(expected)])
         assert not torch.equal(state.params["blocks.0/float32"], loaded.params["blocks.0/float32"])
@@ -501,7 +614,9 @@ def test_steps_go_on_while_a_checkpoint_is_written_which_holds_what_was_given(ra
     assert (folder / "latest").read_text() == "step-6\n"
 
 
-def test_what_is_written_meanwhile_asks_nothing_of_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_meanwhile_asks_nothing_of_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose parameters are a running step's: asking for them gathers."""
     step = fzero.make_train_step(make(Moody), config(3))
     asked = set()
@@ -532,13 +647,17 @@ def fail_while_training(folder: str) -> list[str]:
     return found
 
 
-def test_what_goes_wrong_meanwhile_is_reported_by_wait_on_all_ranks(ranks: RankPool, folder: Path) -> None:
+def test_what_goes_wrong_meanwhile_is_reported_by_wait_on_all_ranks(
+    ranks: RankPool, folder: Path
+) -> None:
     for reported in ranks(2, fail_while_training, str(folder)):
-        assert len(reported) == 2 and all("got no; make space" in line and "(on rank 0)" in line for line in reported)
+        assert len(reported) == 2 and all(
+            "got no; make space" in line and "(on rank 0)" in line for line in reported
+        )
     assert [path.name for path in folder.iterdir()] == [files.JOB]
 
 
-# --- weights from elsewhere, and for others ----------------------------------------------------------------------
+# --- weights from elsewhere, and for others -------------------------------------------------------
 
 
 def llama() -> nn.Module:
@@ -555,7 +674,9 @@ def llama() -> nn.Module:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("way", ["step", "checkpoint"])
-def test_from_pretrained_loads_what_is_exported_and_fzero_loads_it_again(stage: int, way: str, tmp_path: Path) -> None:
+def test_from_pretrained_loads_what_is_exported_and_fzero_loads_it_again(
+    stage: int, way: str, tmp_path: Path
+) -> None:
     cfg = config(stage) | {"bf16": {"enabled": True}}
     step = fzero.simulate(fzero.make_train_step(make(llama), cfg), 2, by="lockstep")
     state = step.init()

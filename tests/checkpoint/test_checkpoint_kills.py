@@ -1,4 +1,6 @@
-"""A job that is killed at any moment of a save leaves the checkpoint before, or the new one, whole."""
+"""A job that is killed at any moment of a save leaves the checkpoint before, or the new
+one, whole.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def number_of(folder: Path) -> int:
     for x in optree.tree_leaves((parts.params, parts.optimizer, parts.step)):
         filled = x[x != 0]  # padding is zero
         assert (filled == number).all()
-    assert sum(int((x != 0).sum()) for x in parts.params.values()) == sum(p.numel() for p in Plain(4, 2).parameters())
+    assert sum(int((x != 0).sum()) for x in parts.params.values()) == sum(
+        p.numel() for p in Plain(4, 2).parameters()
+    )
     assert loaded.client == {"number": number}
     return number
 
@@ -64,7 +68,9 @@ def dying(calls_left: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-def save_for_ever(rank: int, folder: Path, trial: int, first: int, calls_left: int | None, path: list[str]) -> None:
+def save_for_ever(
+    rank: int, folder: Path, trial: int, first: int, calls_left: int | None, path: list[str]
+) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store-{trial}"), WORLD_SIZE)
@@ -75,7 +81,9 @@ def save_for_ever(rank: int, folder: Path, trial: int, first: int, calls_left: i
     if calls_left is not None:
         dying(calls_left)
     for number in count(first):
-        kept = fzero.save(numbered(state, number), folder / "saved", step=step, client={"number": number}, keep=2)
+        kept = fzero.save(
+            numbered(state, number), folder / "saved", step=step, client={"number": number}, keep=2
+        )
         if rank == 0:
             (folder / "done").write_text(kept.name)
 
@@ -85,8 +93,12 @@ def save_here(folder: Path, number: int) -> None:
     fzero.save(numbered(step.init(), number), folder, step=step, client={"number": number}, keep=2)
 
 
-def killed_job(folder: Path, trial: int, first: int, victim: int, calls_left: int | None, seconds: float) -> None:
-    """Runs a job that saves one checkpoint after the other, until one of its ranks is killed, and then the others."""
+def killed_job(
+    folder: Path, trial: int, first: int, victim: int, calls_left: int | None, seconds: float
+) -> None:
+    """Runs a job that saves one checkpoint after the other, until one of its ranks is
+    killed, and then the others.
+    """
     context, processes = server(), []
     for rank in range(WORLD_SIZE):
         arguments = (rank, folder, trial, first, calls_left if rank == victim else None, sys.path)
@@ -107,8 +119,12 @@ def killed_job(folder: Path, trial: int, first: int, victim: int, calls_left: in
 
 
 @pytest.mark.parametrize("num_kills", [4, pytest.param(20, marks=pytest.mark.long)])
-def test_a_job_that_is_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path, num_kills: int) -> None:
-    """After a random time, or so many calls of the operating system, of which rank 0 makes about 22 in a save."""
+def test_a_job_that_is_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path: Path, num_kills: int
+) -> None:
+    """After a random time, or so many calls of the operating system, of which rank 0
+    makes about 22 in a save.
+    """
     draw, saved = random.Random(0), tmp_path / "saved"
     save_here(saved, 1)
     (saved / ".job.json").unlink()  # this process goes on, and is no other job

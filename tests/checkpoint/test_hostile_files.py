@@ -1,4 +1,6 @@
-"""The law of hostile files: nothing that is read runs code or leads out of its folder, and the error names the file."""
+"""The law of hostile files: nothing that is read runs code or leads out of its folder,
+and the error names the file.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,12 @@ class Calls:
 def payloads(ran: Path) -> dict[str, bytes]:
     """Pickles that make the file `ran` when they are read as such."""
     command, code = f"touch {ran}", f"open({str(ran)!r}, 'w')"
-    nested = b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93\x8c" + bytes([len(command)]) + command.encode() + b"\x85R."
+    nested = (
+        b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93\x8c"
+        + bytes([len(command)])
+        + command.encode()
+        + b"\x85R."
+    )
     chain = Calls(getattr, Calls(importlib.import_module, "os"), "system")
     state = b"\x80\x04cfzero.pickles\n_OF_METADATA\n."  # a module's own table
     return {
@@ -62,7 +69,9 @@ def payloads(ran: Path) -> dict[str, bytes]:
         ),
         "a nested attribute, torch.os.system": nested,
         "copyreg": b"\x80\x02ccopyreg\n_reconstructor\ncposix\nsystem\nc__builtin__\nobject\nN\x87R.",
-        "a class's state": pickle.dumps({"state_dict_metadata": Calls(setattr, torch.Size, "numel", print)}),
+        "a class's state": pickle.dumps(
+            {"state_dict_metadata": Calls(setattr, torch.Size, "numel", print)}
+        ),
         "a name of this package": state,
     }
 
@@ -71,20 +80,26 @@ NAMES = list(payloads(Path("x")))
 
 
 def made() -> tuple[fzero.TrainStep, Any]:
-    step = fzero.make_train_step(nn.Linear(3, 2), CONFIG, loss_fn=lambda model, x: model(x).square().mean())
+    step = fzero.make_train_step(
+        nn.Linear(3, 2), CONFIG, loss_fn=lambda model, x: model(x).square().mean()
+    )
     return step, step.init()
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of every kind that is read: of fzero, of an engine, of another job, of DeepSpeed, and weights."""
+    """Checkpoints of every kind that is read: of fzero, of an engine, of another job,
+    of DeepSpeed, and weights.
+    """
     folder = tmp_path_factory.mktemp("saved")
     step, state = made()
     fzero.save(state, folder / "fzero", step=step)
     engine, *_ = fzero.initialize(model=nn.Linear(3, 2), config=CONFIG)
     engine.save_checkpoint(folder / "engine")
     weights = {name: x.detach().clone() for name, x in nn.Linear(3, 2).state_dict().items()}
-    torch.distributed.checkpoint.save({"model": weights}, checkpoint_id=folder / "dcp", no_dist=True)
+    torch.distributed.checkpoint.save(
+        {"model": weights}, checkpoint_id=folder / "dcp", no_dist=True
+    )
     (folder / "weights").mkdir()
     torch.save(weights, folder / "weights" / "pytorch_model.bin")
     fzero.deepspeed.export_deepspeed(folder / "fzero", folder / "deepspeed")
@@ -92,13 +107,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replaced(path: Path, content: bytes) -> None:
-    """Writes a file of a checkpoint, and mends the checksums, as whoever means harm does."""
+    """Writes a file of a checkpoint, and mends the checksums, as whoever means harm
+    does.
+    """
     path.write_bytes(content)
     folder = path.parent
     if (folder / files.MANIFEST).exists():
         reported = json.loads((folder / files.MANIFEST).read_bytes())
         files.write_manifest(
-            folder, {key: value for key, value in reported.items() if key not in ("format", "checksum", "files")}
+            folder,
+            {
+                key: value
+                for key, value in reported.items()
+                if key not in ("format", "checksum", "files")
+            },
         )
 
 
@@ -107,7 +129,10 @@ def engine_of() -> Any:
 
 
 DOORS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
-    "load": ("fzero/step-0/.metadata", lambda folder, out: fzero.load(folder / "fzero", step=made()[0])),
+    "load": (
+        "fzero/step-0/.metadata",
+        lambda folder, out: fzero.load(folder / "fzero", step=made()[0]),
+    ),
     "load, the client's value": (
         "fzero/step-0/client.pt",
         lambda folder, out: fzero.load(folder / "fzero", step=made()[0]),
@@ -124,7 +149,10 @@ DOORS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
         "weights/pytorch_model.bin",
         lambda folder, out: fzero.load_weights(folder / "weights", step=made()[0]),
     ),
-    "export": ("fzero/step-0/.metadata", lambda folder, out: fzero.checkpoint.export(folder / "fzero", out)),
+    "export": (
+        "fzero/step-0/.metadata",
+        lambda folder, out: fzero.checkpoint.export(folder / "fzero", out),
+    ),
     "export_deepspeed": (
         "fzero/step-0/.metadata",
         lambda folder, out: fzero.deepspeed.export_deepspeed(folder / "fzero", out),
@@ -153,7 +181,9 @@ DOORS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_no_file_runs_code_whatever_is_in_it_and_whoever_reads_it(door: str, saved: Path, tmp_path: Path) -> None:
+def test_no_file_runs_code_whatever_is_in_it_and_whoever_reads_it(
+    door: str, saved: Path, tmp_path: Path
+) -> None:
     file, read = DOORS[door]
     folder, ran = tmp_path / "copy", tmp_path / RAN
     shutil.copytree(saved, folder)
@@ -162,12 +192,15 @@ def test_no_file_runs_code_whatever_is_in_it_and_whoever_reads_it(door: str, sav
         replaced(folder / file, payload)
         with pytest.raises(fzero.CheckpointError) as raised:
             read(folder, tmp_path / "out")
-        assert Path(file).name in str(raised.value) and "weights_only" not in str(raised.value), name
+        assert Path(file).name in str(raised.value) and "weights_only" not in str(raised.value), (
+            name
+        )
         assert not ran.exists(), name
-    assert fzero.save(made()[1], tmp_path / "after", step=made()[0])  # nothing was changed meanwhile
+    # nothing was changed meanwhile
+    assert fzero.save(made()[1], tmp_path / "after", step=made()[0])
 
 
-# --- damage ------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 JUNK: list[Any] = [None, True, -1, 1.5, float("nan"), 2**70, "x", "", "../x", [], [1], {}, {"a": 1}]
@@ -183,13 +216,21 @@ READERS: dict[str, Callable[[Path, Path], Any]] = {
 
 def places(value: Any, *before: Any) -> list[tuple[Any, ...]]:
     """The path of each value in a JSON value."""
-    inner = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    inner = (
+        enumerate(value)
+        if isinstance(value, list)
+        else value.items()
+        if isinstance(value, dict)
+        else ()
+    )
     return [before, *(place for key, part in inner for place in places(part, *before, key))]
 
 
 @st.composite
 def damaged(draw: st.DrawFn, value: Any) -> Any:
-    """A JSON value that differs from `value` in one place, where something else is, or nothing."""
+    """A JSON value that differs from `value` in one place, where something else is, or
+    nothing.
+    """
     place, other = draw(st.sampled_from(places(value))), draw(st.sampled_from(JUNK))
     if not place:
         return other
@@ -204,7 +245,9 @@ def damaged(draw: st.DrawFn, value: Any) -> Any:
 
 
 def checks(folder: Path, out: Path) -> None:
-    """Every reader takes the checkpoint, or says which file is not what was written, or which parameter is not the step's."""
+    """Every reader takes the checkpoint, or says which file is not what was written, or
+    which parameter is not the step's.
+    """
     for name, read in READERS.items():
         try:
             read(folder, out / name)
@@ -215,7 +258,9 @@ def checks(folder: Path, out: Path) -> None:
 
 
 @given(st.data())
-def test_damage_of_a_file_whose_checksums_fit_is_an_error_that_names_it(saved: Path, data: st.DataObject) -> None:
+def test_damage_of_a_file_whose_checksums_fit_is_an_error_that_names_it(
+    saved: Path, data: st.DataObject
+) -> None:
     name = data.draw(st.sampled_from([files.CONTENTS, files.MANIFEST]))
     with TemporaryDirectory() as out:
         folder = Path(out, "copy")
@@ -225,13 +270,23 @@ def test_damage_of_a_file_whose_checksums_fit_is_an_error_that_names_it(saved: P
         if name == files.CONTENTS:
             replaced(path, json.dumps(value).encode())
         else:
-            fields = {k: v for k, v in value.items() if k != "checksum"} if isinstance(value, dict) else {}
-            path.write_text(json.dumps(fields | {"checksum": files._checksum(fields)} if fields else value))
+            fields = (
+                {k: v for k, v in value.items() if k != "checksum"}
+                if isinstance(value, dict)
+                else {}
+            )
+            path.write_text(
+                json.dumps(fields | {"checksum": files._checksum(fields)} if fields else value)
+            )
         checks(folder, Path(out))
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe{}", b"[" * 9999, b"", b"null", b"{", b'{"numbers": "\xc3"}'])
-def test_a_file_that_is_no_json_is_an_error_that_names_it(content: bytes, saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe{}", b"[" * 9999, b"", b"null", b"{", b'{"numbers": "\xc3"}']
+)
+def test_a_file_that_is_no_json_is_an_error_that_names_it(
+    content: bytes, saved: Path, tmp_path: Path
+) -> None:
     for name in (files.CONTENTS, files.MANIFEST):
         folder = tmp_path / name
         shutil.copytree(saved / "fzero", folder)
@@ -243,10 +298,14 @@ def test_a_file_that_is_no_json_is_an_error_that_names_it(content: bytes, saved:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_neither_metadata_nor_what_ranks_send_can_name_a_function(name: str, tmp_path: Path) -> None:
+def test_neither_metadata_nor_what_ranks_send_can_name_a_function(
+    name: str, tmp_path: Path
+) -> None:
     payload = payloads(tmp_path / RAN)[name]
     (tmp_path / "x").write_bytes(payload)
-    with pytest.raises(UnsafePickleError, match=r"needs the class '[\w.]+' to be read, which might run code"):
+    with pytest.raises(
+        UnsafePickleError, match=r"needs the class '[\w.]+' to be read, which might run code"
+    ):
         unpack(payload)
     with pytest.raises(UnsafePickleError):
         read_metadata(tmp_path / "x")
@@ -259,7 +318,7 @@ def test_ranks_send_plain_values_alone(value: Any) -> None:
         pack({"a": [value]})
 
 
-# --- paths -------------------------------------------------------------------------------------------------------
+# --- paths ----------------------------------------------------------------------------------------
 
 
 OUT = "../../../../x"
@@ -287,7 +346,8 @@ PATHS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Path], Any], str]]
     "a parameter's name in export_deepspeed": (
         rename_parameter,
         lambda folder, out: fzero.deepspeed.export_deepspeed(folder / "fzero", out),
-        rf"contents.json must be what fzero wrote, and is not: 'model.{OUT}' is not stored beside it",
+        rf"contents.json must be what fzero wrote, and is not: 'model.{OUT}' is not stored beside "
+        rf"it",
     ),
     "latest": (
         lambda folder: write(folder / "fzero" / "latest", "../fzero/step-0"),
@@ -300,14 +360,17 @@ PATHS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Path], Any], str]]
         rf"latest must .*'/tmp'.*{LEADS_OUT}",
     ),
     "DeepSpeed's latest": (
-        lambda folder: write(folder / "deepspeed" / "latest_universal", "../deepspeed/global_step0_universal"),
+        lambda folder: write(
+            folder / "deepspeed" / "latest_universal", "../deepspeed/global_step0_universal"
+        ),
         lambda folder, out: fzero.deepspeed.import_deepspeed(folder / "deepspeed", step=made()[0]),
         rf"latest_universal must .*{LEADS_OUT}",
     ),
     "latest that is no text": (
         lambda folder: write(folder / "fzero" / "latest", b"\xff\xfe\x00"),
         lambda folder, out: fzero.load(folder / "fzero", step=made()[0]),
-        r"latest must hold the name of a folder beside it, in UTF-8, and is not; write the name into it",
+        r"latest must hold the name of a folder beside it, in UTF-8, and is not; write the name "
+        r"into it",
     ),
     "a file in the metadata": (
         lambda folder: move_chunks(folder, "fzero/step-0/.metadata"),
@@ -320,7 +383,9 @@ PATHS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Path], Any], str]]
         rf"contents.json names '/etc/passwd0'.*{LEADS_OUT}",
     ),
     "a file in an index of weights": (
-        lambda folder: write(folder / "weights" / INDEX, json.dumps({"weight_map": {"weight": "../x.safetensors"}})),
+        lambda folder: write(
+            folder / "weights" / INDEX, json.dumps({"weight_map": {"weight": "../x.safetensors"}})
+        ),
         lambda folder, out: fzero.load_weights(folder / "weights", step=made()[0]),
         rf"{INDEX} names '../x.safetensors'.*{LEADS_OUT}",
     ),
@@ -352,7 +417,8 @@ def test_no_link_is_written_through(tmp_path: Path) -> None:
     fzero.save(state, folder, step=step)
     (folder / ".latest.new").symlink_to(theirs)
     with pytest.raises(
-        fzero.CheckpointError, match=r"\.latest\.new: must not be a link, but leads to .*theirs; remove it"
+        fzero.CheckpointError,
+        match=r"\.latest\.new: must not be a link, but leads to .*theirs; remove it",
     ):
         fzero.save(state, folder, step=step)
     out = tmp_path / "out"
@@ -361,7 +427,9 @@ def test_no_link_is_written_through(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match=r"model\.safetensors\.new: must not be a link"):
         fzero.checkpoint.export(folder, out)
     (out / ".global_step0_universal.new").symlink_to(tmp_path)
-    with pytest.raises(fzero.CheckpointError, match=r"\.global_step0_universal\.new: must not be a link"):
+    with pytest.raises(
+        fzero.CheckpointError, match=r"\.global_step0_universal\.new: must not be a link"
+    ):
         fzero.deepspeed.export_deepspeed(folder, out)
     rank = claims.folder_of(tmp_path, 0)
     rank.mkdir()
@@ -377,7 +445,10 @@ def test_a_folder_of_another_user_is_not_taken(state: int, tmp_path: Path) -> No
     folder.mkdir(parents=True)
     with (
         patch.object(os, "geteuid", lambda: os.getuid() + 1),
-        pytest.raises(PermissionError, match=rf"{folder}: must belong to the user .* belongs to user {os.getuid()}"),
+        pytest.raises(
+            PermissionError,
+            match=rf"{folder}: must belong to the user .* belongs to user {os.getuid()}",
+        ),
     ):
         claims.claim(tmp_path, folder, "clean")
     shutil.move(folder, tmp_path / "elsewhere")
@@ -386,7 +457,7 @@ def test_a_folder_of_another_user_is_not_taken(state: int, tmp_path: Path) -> No
         claims.claim(tmp_path, folder, "clean")
 
 
-# --- several jobs ------------------------------------------------------------------------------------------------
+# --- several jobs ---------------------------------------------------------------------------------
 
 
 def test_one_job_alone_saves_to_a_folder(tmp_path: Path) -> None:
@@ -401,11 +472,14 @@ def test_one_job_alone_saves_to_a_folder(tmp_path: Path) -> None:
     parent = claims._started(os.getppid())
     owned_by(pid=os.getppid(), started=parent)  # lives
     with pytest.raises(
-        fzero.CheckpointError, match=rf"only one job may save to .*, and process {os.getppid()} on .* does too"
+        fzero.CheckpointError,
+        match=rf"only one job may save to .*, and process {os.getppid()} on .* does too",
     ):
         fzero.save(state, tmp_path, step=step)
     owned_by(host="another")  # came after this process had saved
-    with pytest.raises(fzero.CheckpointError, match=r"and process \d+ on another does too; nothing was written"):
+    with pytest.raises(
+        fzero.CheckpointError, match=r"and process \d+ on another does too; nothing was written"
+    ):
         fzero.save(state, tmp_path, step=step)
     assert sorted(tmp_path.rglob("*")) == before
     files._CLAIMED.clear()  # as of a job that goes on where one on another machine stood
@@ -428,10 +502,13 @@ def folders_that_differ(folder: str) -> list[str]:
     return reported
 
 
-def test_ranks_that_name_different_folders_are_refused_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
+def test_ranks_that_name_different_folders_are_refused_before_anything_is_written(
+    ranks: Any, tmp_path: Path
+) -> None:
     for reported in ranks(2, folders_that_differ, str(tmp_path)):
         for call, line in zip(("save", "load", "load_weights"), reported, strict=True):
             assert line.startswith(
-                f"{call}: dir must be the same on all ranks, got {tmp_path}/0 on rank 0 and {tmp_path}/1 on"
+                f"{call}: dir must be the same on all ranks, got {tmp_path}/0 on rank 0 and "
+                f"{tmp_path}/1 on"
             )
     assert not list(tmp_path.iterdir())

@@ -1,9 +1,11 @@
-"""What the clients of DeepSpeed train in the tests: a program of two ranks that runs with fzero's alias or the real package.
+"""What the clients of DeepSpeed train in the tests: a program of two ranks that runs
+with fzero's alias or the real package.
 
     torchrun --nproc-per-node 2 client_jobs.py FOLDER CASE:STAGE...
 
-Each case trains a tiny model, saves in the middle, and trains the second half again from what it saved. Rank 0 writes the losses
-and what the case found out to FOLDER/found.json. There is no network: model, tokenizer and data are made here.
+Each case trains a tiny model, saves in the middle, and trains the second half again
+from what it saved. Rank 0 writes the losses and what the case found out to
+FOLDER/found.json. There is no network: model, tokenizer and data are made here.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, set_seed
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 STEPS, HALF, LENGTH = 4, 2, 12
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(61))]
@@ -54,21 +62,39 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def save_model(folder: Path) -> None:
-    sizes = {"vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "initializer_range": 0.2}
+    sizes = {
+        "vocab_size": len(WORDS),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,
+    }
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, pad_token_id=0, eos_token_id=1)).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, pad_token_id=0, eos_token_id=1)).save_pretrained(
+        folder
+    )
 
 
 def text(index: int, length: int = LENGTH) -> str:
     """A line that can be learned: every word is the one before plus a constant."""
-    return " ".join(WORDS[3 + (7 * index + place * (1 + index % 3)) % 61] for place in range(length))
+    return " ".join(
+        WORDS[3 + (7 * index + place * (1 + index % 3)) % 61] for place in range(length)
+    )
 
 
 def tokens(index: int) -> torch.Tensor:
@@ -86,10 +112,21 @@ class Lines(torch.utils.data.Dataset[Any]):
 
 def arguments(cls: Any, folder: Path, stage: int, **more: Any) -> Any:
     return cls(
-        output_dir=str(folder), deepspeed=config(stage), max_steps=STEPS, per_device_train_batch_size=2, logging_steps=1,
-        save_steps=HALF, learning_rate=1e-2, lr_scheduler_type="linear", report_to="none", seed=1, disable_tqdm=True,
-        gradient_accumulation_steps=2, dataloader_pin_memory=False, **{"bf16": False, "gradient_checkpointing": False, **more},
-    )  # fmt: skip
+        output_dir=str(folder),
+        deepspeed=config(stage),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        save_steps=HALF,
+        learning_rate=1e-2,
+        lr_scheduler_type="linear",
+        report_to="none",
+        seed=1,
+        disable_tqdm=True,
+        gradient_accumulation_steps=2,
+        dataloader_pin_memory=False,
+        **{"bf16": False, "gradient_checkpointing": False, **more},
+    )
 
 
 def run_trainer(make: Callable[[], Any], folder: Path) -> Found:
@@ -102,7 +139,9 @@ def run_trainer(make: Callable[[], Any], folder: Path) -> Found:
     clear(trainer)
     again = make()
     again.train(resume_from_checkpoint=str(folder / f"checkpoint-{HALF}"))
-    resumed = [entry["loss"] for entry in again.state.log_history if "loss" in entry][-(STEPS - HALF) :]
+    resumed = [entry["loss"] for entry in again.state.log_history if "loss" in entry][
+        -(STEPS - HALF) :
+    ]
     clear(again)
     return {"losses": losses, "norms": [float(x) for x in norms], "resumed": resumed}
 
@@ -140,7 +179,13 @@ def _dataset(rows: list[dict[str, Any]]) -> Any:
 def _lora() -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj"],
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
 
 
 def of_sft(folder: Path, model: Path, stage: int, *, lora: bool = False) -> Found:
@@ -151,7 +196,11 @@ def of_sft(folder: Path, model: Path, stage: int, *, lora: bool = False) -> Foun
         rows = _dataset([{"text": text(index)} for index in range(64)])
         own = AutoModelForCausalLM.from_pretrained(model)
         return SFTTrainer(
-            own, args, train_dataset=rows, processing_class=tokenizer(), peft_config=_lora() if lora else None
+            own,
+            args,
+            train_dataset=rows,
+            processing_class=tokenizer(),
+            peft_config=_lora() if lora else None,
         )
 
     found = run_trainer(make, folder)
@@ -170,7 +219,12 @@ def adapters(model: Path, folder: Path) -> float:
     x = tokens(3)[None]
     with torch.no_grad():
         before = plain(x).logits.clone()
-        return float((PeftModel.from_pretrained(plain, folder).eval()(x).logits - before).abs().double().mean())
+        return float(
+            (PeftModel.from_pretrained(plain, folder).eval()(x).logits - before)
+            .abs()
+            .double()
+            .mean()
+        )
 
 
 def of_dpo(folder: Path, model: Path, stage: int) -> Found:
@@ -179,16 +233,22 @@ def of_dpo(folder: Path, model: Path, stage: int) -> Found:
     def make() -> Any:
         args = arguments(DPOConfig, folder, stage, max_length=2 * LENGTH, dataset_num_proc=None)
         rows = [
-            {"prompt": text(i, 4), "chosen": " " + text(i + 1, 5), "rejected": " " + text(i + 2, 5)} for i in range(64)
+            {"prompt": text(i, 4), "chosen": " " + text(i + 1, 5), "rejected": " " + text(i + 2, 5)}
+            for i in range(64)
         ]
         own, ref = (AutoModelForCausalLM.from_pretrained(model) for _ in range(2))
-        return DPOTrainer(own, ref, args, train_dataset=_dataset(rows), processing_class=tokenizer())
+        return DPOTrainer(
+            own, ref, args, train_dataset=_dataset(rows), processing_class=tokenizer()
+        )
 
     return run_trainer(make, folder)
 
 
 def _reward(completions: list[str], **others: Any) -> list[float]:
-    return [sum(word.endswith(("1", "2", "3")) for word in completion.split()) / 5 for completion in completions]
+    return [
+        sum(word.endswith(("1", "2", "3")) for word in completion.split()) / 5
+        for completion in completions
+    ]
 
 
 def of_grpo(folder: Path, model: Path, stage: int) -> Found:
@@ -211,7 +271,10 @@ def _accelerated(folder: Path, model: Path, stage: int, *, lora: bool) -> Found:
 
     def run(start: int, load: bool) -> tuple[list[float], Any, Any]:
         set_seed(1)
-        keys = config(stage) | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+        keys = config(stage) | {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 1,
+        }
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=keys))
         own = AutoModelForCausalLM.from_pretrained(model)
         if lora:
@@ -266,7 +329,9 @@ def of_accelerate(folder: Path, model: Path, stage: int) -> Found:
 
 
 def _own(model: Path, stage: int, rates: list[float]) -> list[float]:
-    """The losses of `fzero.make_train_step` on the batches that accelerate's loader gives each rank."""
+    """The losses of `fzero.make_train_step` on the batches that accelerate's loader
+    gives each rank.
+    """
     import fzero
 
     keys = {"zero_optimization": config(stage)["zero_optimization"], "gradient_clipping": 1.0}
@@ -292,7 +357,11 @@ def of_peft(folder: Path, model: Path, stage: int) -> Found:
     return _accelerated(folder, model, stage, lora=True)
 
 
-CASES = {name.removeprefix("of_"): case for name, case in list(globals().items()) if name.startswith("of_")}
+CASES = {
+    name.removeprefix("of_"): case
+    for name, case in list(globals().items())
+    if name.startswith("of_")
+}
 
 
 def main(folder: Path, asked: list[str]) -> None:
@@ -303,13 +372,17 @@ def main(folder: Path, asked: list[str]) -> None:
     import deepspeed
 
     if not is_alias():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or every run would compile it
+        # or every run would compile it
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     rank = deepspeed.comm.get_rank()
     if rank == 0:
         save_model(folder / "model")
     deepspeed.comm.barrier()
-    results: Found = {"version": deepspeed.__version__, "of": deepspeed.initialize.__module__.partition(".")[0]}
+    results: Found = {
+        "version": deepspeed.__version__,
+        "of": deepspeed.initialize.__module__.partition(".")[0],
+    }
     for case in asked:
         name, stage = case.split(":")
         began = time.perf_counter()

@@ -1,4 +1,6 @@
-"""The laws of codecs: exactly `nbytes` bytes, an error within the bound, and no lost overflow."""
+"""The laws of codecs: exactly `nbytes` bytes, an error within the bound, and no lost
+overflow.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def numbers(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 
 @given(codecs(), numbers())
-def test_decoded_numbers_are_within_the_bound_and_nbytes_is_exact(codec: Codec, x: torch.Tensor) -> None:
+def test_decoded_numbers_are_within_the_bound_and_nbytes_is_exact(
+    codec: Codec, x: torch.Tensor
+) -> None:
     hook = codec.encode(x)
     assert hook.dtype == torch.uint8 and hook.shape == (*x.shape[:-1], codec.nbytes(x.shape[-1]))
     arrived = codec.decode(hook, x.shape[-1], torch.float32)
@@ -47,7 +51,9 @@ EDGES = (
     1.401298464324817e-45,
     0.0,
 )
-"""The largest fp32 number, the one below it, the smallest normal one, subnormal ones, and others."""
+"""The largest fp32 number, the one below it, the smallest normal one, subnormal ones,
+and others.
+"""
 
 
 @given(
@@ -59,14 +65,22 @@ EDGES = (
 def test_finite_numbers_at_the_edges_of_the_range_stay_finite_and_within_the_bound(
     bits: Any, half: int, sizes: list[float], data: Any
 ) -> None:
-    signs = data.draw(st.lists(st.sampled_from([-1.0, 1.0]), min_size=len(sizes), max_size=len(sizes)))
-    scale = data.draw(st.just(1.0) | st.floats(0.99, 1.0))  # 127 times a 127th of the largest number would be infinite
+    signs = data.draw(
+        st.lists(st.sampled_from([-1.0, 1.0]), min_size=len(sizes), max_size=len(sizes))
+    )
+    # 127 times a 127th of the largest number would be infinite
+    scale = data.draw(st.just(1.0) | st.floats(0.99, 1.0))
     x = torch.tensor(sizes, dtype=torch.float64) * torch.tensor(signs, dtype=torch.float64) * scale
     codec, x = quantize(bits, 2 * half), x.float()
     arrived = codec.decode(codec.encode(x), len(x), torch.float32)
-    assert arrived.isfinite().all() and ((arrived.double() - x.double()).abs() <= codec.bound(x)).all()
+    assert (
+        arrived.isfinite().all() and ((arrived.double() - x.double()).abs() <= codec.bound(x)).all()
+    )
     x[-1] = data.draw(st.sampled_from([float("inf"), float("-inf"), float("nan")]))
-    arrived, broken = codec.decode(codec.encode(x), len(x), torch.float32), (len(x) - 1) // (2 * half) * 2 * half
+    arrived, broken = (
+        codec.decode(codec.encode(x), len(x), torch.float32),
+        (len(x) - 1) // (2 * half) * 2 * half,
+    )
     assert arrived[broken:].isnan().all() and arrived[:broken].isfinite().all()
 
 
@@ -103,7 +117,9 @@ def test_integers_times_the_scale_are_decoded_exactly() -> None:
 def test_bad_codecs_are_refused() -> None:
     with pytest.raises(ValueError, match="quantize: bits must be 4 or 8, got 3"):
         quantize(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="quantize: block must be an even number of elements, got 7"):
+    with pytest.raises(
+        ValueError, match="quantize: block must be an even number of elements, got 7"
+    ):
         quantize(8, 7)
     with pytest.raises(ValueError, match=r"cast: dtype must be one of float64.* got 'int8'"):
         cast("int8")
@@ -117,5 +133,6 @@ def test_rows_of_vmap_are_coded_as_alone_also_compiled(codec: Codec) -> None:
     rows = torch.arange(15.0).view(3, 5)
     alone, mapped = torch.stack([code(row) for row in rows]), torch.vmap(code)
     assert torch.equal(mapped(rows), alone)
-    if torch.__version__ >= "2.13":  # before, Dynamo reaches the function that stands in for vmap's missing rule
+    # before, Dynamo reaches the function that stands in for vmap's missing rule
+    if torch.__version__ >= "2.13":
         assert torch.equal(torch.compile(mapped, backend="aot_eager")(rows), alone)

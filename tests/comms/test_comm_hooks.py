@@ -1,4 +1,6 @@
-"""The laws of comm hooks: equal bits on every kind of axis, errors within the bound, fewer bytes, no error lost for good."""
+"""The laws of comm hooks: equal bits on every kind of axis, errors within the bound,
+fewer bytes, no error lost for good.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def _parts(world_size: int, shard_numel: int, seed: int = 0) -> Tensor:
 
 def _in_lockstep(function: Any, parts_W: Tensor) -> list[Any]:
     hub = Hub(len(parts_W))
-    return hub.run(lambda rank: function(parts_W[rank], LockstepAxis("data", len(parts_W), rank, hub)))
+    return hub.run(
+        lambda rank: function(parts_W[rank], LockstepAxis("data", len(parts_W), rank, hub))
+    )
 
 
 def _stacked(verb: Any, parts_W: Tensor, state_W: Any = None) -> tuple[Tensor, Any]:
@@ -83,23 +87,32 @@ def test_a_coded_gather_is_equal_on_all_ranks_and_within_the_bound(
     shards = _parts(world_size, shard_numel)[:, :shard_numel].contiguous()
     arrived, _ = _stacked(compressed(codec).gather, shards)
     assert all(torch.equal(row, arrived[0]) for row in arrived)
-    assert ((arrived[0].double() - shards.flatten().double()).abs() <= codec.bound(shards).flatten()).all()
+    assert (
+        (arrived[0].double() - shards.flatten().double()).abs() <= codec.bound(shards).flatten()
+    ).all()
 
 
 @given(codecs(), st.integers(1, 5), st.integers(0, 40))
-def test_a_coded_reduction_is_within_the_sum_of_the_bounds(codec: Codec, world_size: int, shard_numel: int) -> None:
+def test_a_coded_reduction_is_within_the_sum_of_the_bounds(
+    codec: Codec, world_size: int, shard_numel: int
+) -> None:
     full = _parts(world_size, shard_numel)
     arrived, _ = _stacked(compressed(codec).reduce_scatter, full)
     meant = full.double().sum(0)
-    # Besides the codec's error: W sums in fp32, each of which rounds by half a last bit of the sum so far.
+    # Besides the codec's error: W sums in fp32, each of which rounds by half a last bit of the sum
+    # so far.
     bound = codec.bound(full.view(world_size, world_size, -1)).flatten(1).sum(0)
     bound = bound + world_size * 2**-24 * (full.double().abs().sum(0) + bound)
     assert ((arrived.double().flatten() - meant).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("codec", [quantize(8, 16), quantize(4, 16), cast("bfloat16")], ids=lambda codec: codec.name)
+@pytest.mark.parametrize(
+    "codec", [quantize(8, 16), quantize(4, 16), cast("bfloat16")], ids=lambda codec: codec.name
+)
 def test_error_feedback_loses_nothing_for_long(codec: Codec) -> None:
-    """The sum of all results is the sum of all inputs, less the error that is not sent yet: the rounds telescope."""
+    """The sum of all results is the sum of all inputs, less the error that is not sent
+    yet: the rounds telescope.
+    """
     hook, world_size, arrived, meant = error_feedback(compressed(codec)), 3, 0.0, 0.0
     error = _first_states(hook, _parts(world_size, 32))
     for seed in range(50):
@@ -107,17 +120,25 @@ def test_error_feedback_loses_nothing_for_long(codec: Codec) -> None:
         reduced, error = _stacked(hook.reduce_scatter, full, error)
         arrived, meant = arrived + reduced.double().flatten(), meant + full.double().sum(0)
     # Fifty rounds of fp32 sums of numbers below 8, as above.
-    torch.testing.assert_close(arrived, meant - error.double().sum(0), rtol=0, atol=50 * 3 * 8 * 2**-23)
+    torch.testing.assert_close(
+        arrived, meant - error.double().sum(0), rtol=0, atol=50 * 3 * 8 * 2**-23
+    )
     alone, total = compressed(codec), 0.0
     for seed in range(50):
-        total = total + _stacked(alone.reduce_scatter, _parts(world_size, 32, seed))[0].double().flatten()
+        total = (
+            total
+            + _stacked(alone.reduce_scatter, _parts(world_size, 32, seed))[0].double().flatten()
+        )
     assert (total - meant).abs().max() > 2 * (arrived - meant).abs().max()
 
 
 def _bytes_on_a_rank(numel: int) -> list[tuple[str, int]]:
     sent: list[CommRecord] = []
     axis = fzero.comms.ProcessAxis(
-        "data", torch.distributed.get_world_size(), torch.distributed.get_rank(), observe=sent.append
+        "data",
+        torch.distributed.get_world_size(),
+        torch.distributed.get_rank(),
+        observe=sent.append,
     )
     full = _parts(axis.size, numel)[axis.rank]
     for hook in (exact(), compressed(quantize(8, 64)), compressed(quantize(4, 64))):
@@ -132,14 +153,18 @@ def test_a_real_rank_sends_what_the_codec_says(ranks: RankPool, world_size: int)
     assert nbytes[0] / nbytes[1] > 3.7 and nbytes[0] / nbytes[2] > 7
     expected = [
         (collective, (world_size - 1) * of_a_shard)
-        for of_a_shard, reduction in zip(nbytes, ("reduce_scatter", "all_to_all", "all_to_all"), strict=True)
+        for of_a_shard, reduction in zip(
+            nbytes, ("reduce_scatter", "all_to_all", "all_to_all"), strict=True
+        )
         for collective in ("all_gather", reduction)
     ]
     assert ranks(world_size, _bytes_on_a_rank, 640) == [expected] * world_size
 
 
 def _numbers_on_a_rank() -> list[Tensor]:
-    axis = fzero.comms.ProcessAxis("data", torch.distributed.get_world_size(), torch.distributed.get_rank())
+    axis = fzero.comms.ProcessAxis(
+        "data", torch.distributed.get_world_size(), torch.distributed.get_rank()
+    )
     full, hook = _parts(axis.size, 37)[axis.rank], error_feedback(compressed(quantize(4, 16)))
     gathered, _ = hook.gather(full[:37].contiguous(), axis, hook.init(full[:37]))
     reduced, error = hook.reduce_scatter(full, axis, hook.init(full))
@@ -167,7 +192,9 @@ def test_a_hook_that_is_reset_at_two_periods_starts_again_at_each() -> None:
         anew, _ = _stacked(alone.reduce_scatter, full, _first_states(alone, full))
         assert torch.equal(arrived, anew) == is_reset
     for given_ in (quantize(4), state):
-        with pytest.raises(ValueError, match=r"reset_every: hook must be a CommHook, got .*; pass error_feedback"):
+        with pytest.raises(
+            ValueError, match=r"reset_every: hook must be a CommHook, got .*; pass error_feedback"
+        ):
             reset_every(given_, every=2)  # type: ignore[arg-type]
 
 
@@ -175,6 +202,8 @@ def test_an_overflow_reaches_its_rank_and_leaves_no_error_in_the_state() -> None
     hook, full = error_feedback(compressed(quantize(8, 16))), _parts(2, 32)
     full[1, 3] = float("inf")
     reduced, error = _stacked(hook.reduce_scatter, full, _first_states(hook, full))
-    assert not reduced[0].isfinite().all() and reduced[1].isfinite().all() and error.isfinite().all()
+    assert (
+        not reduced[0].isfinite().all() and reduced[1].isfinite().all() and error.isfinite().all()
+    )
     with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got 1"):
         error_feedback(exact(), decay=1)

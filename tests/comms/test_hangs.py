@@ -1,6 +1,8 @@
-"""The laws of hangs: when a rank does not come to a collective, all ranks report which one, where it is and what it does.
+"""The laws of hangs: when a rank does not come to a collective, all ranks report which
+one, where it is and what it does.
 
-The jobs run without an agent, which would end the rank that hangs. Each rank runs this file.
+The jobs run without an agent, which would end the rank that hangs. Each rank runs this
+file.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ SCENARIOS = {"sleeps": "stands_in_python", "loops": "endless_loop", "skips": "sk
 """Each with words of its test's name."""
 
 
-# --- what a rank runs --------------------------------------------------------------------------------------------
+# --- what a rank runs -----------------------------------------------------------------------------
 
 
 def run_rank(scenario: str) -> None:
@@ -55,7 +57,8 @@ def run_rank(scenario: str) -> None:
                 if scenario == "sleeps":
                     time.sleep(3600)
                 elif scenario == "loops":
-                    re.match("(a|a)*b", "a" * 99)  # 2^99 tries in C, which never releases the interpreter
+                    # 2^99 tries in C, which never releases the interpreter
+                    re.match("(a|a)*b", "a" * 99)
         return torch.nn.functional.mse_loss(x, y)
 
     step = fzero.make_train_step(make(Plain), config(3), loss_fn=loss_of)
@@ -64,10 +67,11 @@ def run_rank(scenario: str) -> None:
         x, y = part(vectors(index), step.rank, step.world_size)
         state, _ = step(state, (x, y, index))
         if scenario == "skips" and index == BAD_STEP and step.rank != VICTIM:
-            list(step.runtime.full_weights(state))  # `gather` itself would wait until all have come to it
+            # `gather` itself would wait until all have come to it
+            list(step.runtime.full_weights(state))
 
 
-# --- the laws ----------------------------------------------------------------------------------------------------
+# --- the laws -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -90,19 +94,30 @@ def output_of(job: Job, rank: int) -> tuple[str, str]:
 
 
 def assert_blames(lines: str, job: Job, doing: str) -> None:
-    """The error names the victim and its place, and the other rank and the unit that it waits for."""
+    """The error names the victim and its place, and the other rank and the unit that it
+    waits for.
+    """
     first, blamed, other, *_ = lines.splitlines()
     unit = r"gather blocks\.[34]/float32"  # depending on how much the victim had sent
     assert re.match(f"{unit}: the collective did not come back in time", first), lines
-    assert re.fullmatch(rf"  rank 1 \(.*, pid {job.ranks[VICTIM].pid}\) has not come: {doing}", blamed), lines
-    assert re.fullmatch(rf"  rank 0: waiting for {unit} \(forward, collective \d of step 3\)", other), lines
+    assert re.fullmatch(
+        rf"  rank 1 \(.*, pid {job.ranks[VICTIM].pid}\) has not come: {doing}", blamed
+    ), lines
+    assert re.fullmatch(
+        rf"  rank 0: waiting for {unit} \(forward, collective \d of step 3\)", other
+    ), lines
 
 
 @pytest.mark.long
-def test_a_rank_that_stands_in_python_is_named_with_its_unit_and_its_stack(jobs: dict[str, Job]) -> None:
+def test_a_rank_that_stands_in_python_is_named_with_its_unit_and_its_stack(
+    jobs: dict[str, Job],
+) -> None:
     job = jobs["sleeps"]
     stacks, lines = output_of(job, 0)
-    at = r"in no collective, the last was gather blocks.3/float32 \(forward, collective 4 of step 3\)"
+    at = (
+        r"in no collective, the last was gather blocks.3/float32 \(forward, collective 4 of "
+        r"step 3\)"
+    )
     assert_blames(lines, job, at)
     _, waiting, sleeping = stacks.split("fzero: the stack of rank ")
     assert waiting.startswith("0:") and "in _gathered" in waiting
@@ -121,20 +136,28 @@ def test_a_rank_in_an_endless_loop_of_c_is_named_with_its_stack(jobs: dict[str, 
 
 
 @pytest.mark.long
-def test_a_rank_that_skips_a_collective_is_named_with_what_both_wait_for(jobs: dict[str, Job]) -> None:
+def test_a_rank_that_skips_a_collective_is_named_with_what_both_wait_for(
+    jobs: dict[str, Job],
+) -> None:
     ends = [output_of(jobs["skips"], rank) for rank in range(2)]
-    assert sum("fzero: the stack of" in stacks for stacks, _ in ends) == 1  # printed by the first rank to ask
+    # printed by the first rank to ask
+    assert sum("fzero: the stack of" in stacks for stacks, _ in ends) == 1
     (_, *here), (_, *there) = (lines.splitlines()[:3] for _, lines in ends)
     assert here == there, ends  # all ranks raise the same lines
     behind, later = here
     assert re.fullmatch(
-        r"  rank 0 \(.*\) has not come: waiting for .* \(backward, collective \d+ of step 4\)", behind
+        r"  rank 0 \(.*\) has not come: waiting for .* \(backward, collective \d+ of step 4\)",
+        behind,
     ), here
-    assert re.fullmatch(r"  rank 1: waiting for gradient norm \(update, collective \d+ of step 4\)", later), here
+    assert re.fullmatch(
+        r"  rank 1: waiting for gradient norm \(update, collective \d+ of step 4\)", later
+    ), here
 
 
 def test_a_step_pays_less_than_a_microsecond_for_each_collective() -> None:
-    """NCCL takes some 20 µs to start one. On CUDA the step does nothing else for the watchdog."""
+    """NCCL takes some 20 µs to start one. On CUDA the step does nothing else for the
+    watchdog.
+    """
     progress, label = Progress(), Label("gather", "x", "forward")
     began = time.perf_counter()
     for _ in range(10_000):
@@ -164,19 +187,29 @@ def limits() -> list[float]:
 
 @pytest.mark.parametrize("value", ["0", "-3", "soon", "nan"])
 def test_a_timeout_that_is_not_positive_is_refused(value: str) -> None:
-    with pytest.raises(ValueError, match=f"FZERO_TIMEOUT: must be a positive number of seconds, got '{value}'"):
+    with pytest.raises(
+        ValueError, match=f"FZERO_TIMEOUT: must be a positive number of seconds, got '{value}'"
+    ):
         timeout_of(os.environ | {"FZERO_TIMEOUT": value})
 
 
-# --- who has gone, without a job ---------------------------------------------------------------------------------
+# --- who has gone, without a job ------------------------------------------------------------------
 
 
 class Process:
     """A process that stands for a rank in the watchdog of another one."""
 
     def __init__(self) -> None:
-        self.popen = subprocess.Popen([sys.executable, "-I", "-S", "-c", "print(1, flush=True); import time; time.sleep(600)"],
-                                      stdout=subprocess.PIPE)  # fmt: skip
+        self.popen = subprocess.Popen(
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                "print(1, flush=True); import time; time.sleep(600)",
+            ],
+            stdout=subprocess.PIPE,
+        )
         assert self.popen.stdout is not None
         self.popen.stdout.read(1)
         here = identity_of(None)
@@ -191,7 +224,9 @@ class Process:
         self.popen.communicate()
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state of processes is read in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="the state of processes is read in /proc"
+)
 @pytest.mark.parametrize(
     ("number", "is_reaped", "fate"),
     [
@@ -215,9 +250,12 @@ def test_a_rank_that_is_stopped_or_gone_is_named_and_no_other(number, is_reaped,
         if is_reaped:
             process.popen.wait()
         (first, *others) = watch.ask(is_late=False)
-        assert re.fullmatch(rf"rank 1 \(.*, pid {process.popen.pid}\) has not come: {fate}", first), first
+        assert re.fullmatch(
+            rf"rank 1 \(.*, pid {process.popen.pid}\) has not come: {fate}", first
+        ), first
         assert not [line for line in others if "has not come" in line], others
-        assert store.get("summary").decode().splitlines() == [first, *others]  # all other ranks raise with it
+        # all other ranks raise with it
+        assert store.get("summary").decode().splitlines() == [first, *others]
     finally:
         watch.stop()
         process.end()
@@ -232,7 +270,9 @@ def test_a_rank_that_leaves_with_an_error_says_which():
         watches[1].stop()
     (line, *_) = watches[0].ask(is_late=False)
     watches[0].stop()
-    assert line.startswith("rank 1 (") and line.endswith("it has left with ZeroDivisionError: division by zero"), line
+    assert line.startswith("rank 1 (") and line.endswith(
+        "it has left with ZeroDivisionError: division by zero"
+    ), line
 
 
 def test_without_the_job_s_store_the_rank_that_kept_it_is_named():
@@ -250,7 +290,9 @@ def test_without_the_job_s_store_the_rank_that_kept_it_is_named():
         process.wait_until("Z")
         (line,) = watch.ask(is_late=False)
         assert re.fullmatch(
-            r"rank 0 \(.*\) has not come: its process was killed by SIGKILL \(it keeps the job's store\)", line
+            r"rank 0 \(.*\) has not come: its process was killed by SIGKILL \(it keeps the job's "
+            r"store\)",
+            line,
         )
     finally:
         watch.stop()

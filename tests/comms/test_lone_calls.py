@@ -1,4 +1,6 @@
-"""The law of lone calls: if only one rank makes a call of all ranks, it gets an error that names the call; nothing hangs."""
+"""The law of lone calls: if only one rank makes a call of all ranks, it gets an error
+that names the call; nothing hangs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from fzero.comms.hangs import meeting, watchdog as hangs
 from fzero.resharding.parameters import weight_of
 from fzero.runtime import weights
 
-READ_ALONE = "reading 'blocks.0/float32' in full (GatheredParameters, safe_get_full_fp32_param, Engine.gathered)"
+READ_ALONE = (
+    "reading 'blocks.0/float32' in full (GatheredParameters, safe_get_full_fp32_param, "
+    "Engine.gathered)"
+)
 CALLS = {
     "fzero.save": lambda step, state, folder: fzero.save(state, folder, step=step),
     "fzero.start_save": lambda step, state, folder: fzero.start_save(state, folder, step=step),
@@ -34,11 +39,17 @@ CALLS = {
     "fzero.reshard": lambda step, state, folder: fzero.reshard(state, step, step),
     READ_ALONE: lambda step, state, folder: weight_of(step, state, "blocks.0.weight"),
 }
-OTHERS = {"in a step": "waits for", "at a barrier": "waits for torch.distributed.barrier", "in another call": ""}
+OTHERS = {
+    "in a step": "waits for",
+    "at a barrier": "waits for torch.distributed.barrier",
+    "in another call": "",
+}
 
 
 def call_alone(calls: list[tuple[str, str, int]], folder: str) -> list[str]:
-    """The error of each call on the rank that makes it alone. Then both ranks take a step without errors."""
+    """The error of each call on the rank that makes it alone. Then both ranks take a
+    step without errors.
+    """
     step = fzero.make_train_step(make(Plain), config(3), loss_fn=loss_of)
     state, messages = step.init(), []
     state, _ = step(state, part(vectors(0), step.rank, 2))
@@ -51,7 +62,10 @@ def call_alone(calls: list[tuple[str, str, int]], folder: str) -> list[str]:
                     messages.append(str(error))
             elif place == "in another call":
                 other = "fzero.load" if name == "fzero.save" else "fzero.save"
-                with pytest.raises(fzero.CollectiveError, match=f"{other}: every rank must call it, but rank {alone} "):
+                with pytest.raises(
+                    fzero.CollectiveError,
+                    match=f"{other}: every rank must call it, but rank {alone} ",
+                ):
                     CALLS[other](step, state, folder)
             if place == "at a barrier":
                 dist.barrier()
@@ -74,12 +88,15 @@ def test_a_rank_that_comes_a_little_later_is_asked_nothing() -> None:
 
 def other_weights_alone() -> None:
     """Where masters are shards and parameters are whole, other weights are gathered."""
-    step = fzero.make_train_step(make(Plain), config(1) | {"bf16": {"enabled": True}}, loss_fn=loss_of)
+    step = fzero.make_train_step(
+        make(Plain), config(1) | {"bf16": {"enabled": True}}, loss_fn=loss_of
+    )
     state, _ = step(step.init(), [x.bfloat16() for x in part(vectors(0), step.rank, 2)])
     with patch.object(hangs, "TICK", 0.02), patch.object(meeting, "MOMENT", 0.05):
         if step.rank == 0:
             with pytest.raises(
-                fzero.CollectiveError, match=r"TrainStep\.with_weights: every rank must call it, but rank 1 "
+                fzero.CollectiveError,
+                match=r"TrainStep\.with_weights: every rank must call it, but rank 1 ",
             ):
                 step.with_weights(state, step.weights(state))
         state, _ = step(state, [x.bfloat16() for x in part(vectors(1), step.rank, 2)])
@@ -120,7 +137,9 @@ def test_a_call_of_one_rank_alone_is_an_error_that_names_it_and_training_continu
     for alone in range(2):
         own = [(name, place) for name, place, rank in calls if rank == alone]
         for (name, place), message in zip(own, found[alone], strict=True):
-            assert message.startswith(f"{name}: every rank must call it, but rank {1 - alone} {OTHERS[place]}"), message
+            assert message.startswith(
+                f"{name}: every rank must call it, but rank {1 - alone} {OTHERS[place]}"
+            ), message
             assert "\n" not in message and "not under `if rank == 0:`" in message
 
 
@@ -149,7 +168,9 @@ def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     with Job(2, str(tmp_path), 1, file=__file__) as job:
         assert job.end_of(1).code == 0
         code, errors = job.end_of(0, timeout=60)
-    assert code == 1 and "fzero.save: every rank must call it, but rank 1 has left the job" in errors
+    assert (
+        code == 1 and "fzero.save: every rank must call it, but rank 1 has left the job" in errors
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Collectives over several axes of a mesh: on ranks in lockstep, and on stacked ranks with the same bits."""
+"""Collectives over several axes of a mesh: on ranks in lockstep, and on stacked ranks
+with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +48,20 @@ DIVISIONS = {
 
 
 def in_lockstep(
-    plan: Any, function: Callable[..., Any], *xs_W: Tensor, observe: Callable[[CommRecord], None] | None = None
+    plan: Any,
+    function: Callable[..., Any],
+    *xs_W: Tensor,
+    observe: Callable[[CommRecord], None] | None = None,
 ) -> list[Any]:
-    """The results of a function of a mesh and the tensors of one rank; `observe` gets the records of rank 0."""
+    """The results of a function of a mesh and the tensors of one rank; `observe` gets
+    the records of rank 0.
+    """
     hub = Hub(plan.world_size)
 
     def on_a_rank(rank: int) -> Any:
-        axis = LockstepAxis("data", plan.world_size, rank, hub, None if rank else observe, plan.mesh)
+        axis = LockstepAxis(
+            "data", plan.world_size, rank, hub, None if rank else observe, plan.mesh
+        )
         return function(RankMesh.of(axis, plan), *(x_W[rank].clone() for x_W in xs_W))
 
     return hub.run(on_a_rank)
@@ -63,7 +72,10 @@ def at_once(plan: Any, function: Callable[..., Any], *xs_W: Tensor) -> list[Any]
     ranks = Stacked(plan.mesh, plan.axes)
     mesh = stacked_mesh(ranks, plan)
     found_W = ranks.each(lambda *xs: function(mesh, *xs))(*xs_W)
-    return [optree.tree_map(lambda x_W, rank=rank: x_W[rank], found_W) for rank in range(plan.world_size)]
+    return [
+        optree.tree_map(lambda x_W, rank=rank: x_W[rank], found_W)
+        for rank in range(plan.world_size)
+    ]
 
 
 def numbers(plan: Any, numel: int) -> Tensor:
@@ -88,7 +100,9 @@ def added_up(mesh: AxisMesh[Any], full: Tensor) -> Tensor:
 
 
 def sent_in_codes(mesh: AxisMesh[Any], full: Tensor) -> Any:
-    """Two rounds through comm hooks that have states, first as stage 2 and then as stage 0 would."""
+    """Two rounds through comm hooks that have states, first as stage 2 and then as
+    stage 0 would.
+    """
     hooks, states, numel = {}, {}, full.numel()
     for axis in (*mesh.axes, *mesh.replicate_axes):
         if axis.size > 1:
@@ -103,8 +117,12 @@ def sent_in_codes(mesh: AxisMesh[Any], full: Tensor) -> Any:
 @pytest.mark.parametrize("function", [gathered, reduced, reduced_late, added_up, sent_in_codes])
 def test_stacked_ranks_get_the_bits_of_ranks_in_lockstep(plan: Any, function: Any) -> None:
     xs_W = numbers(plan, 4 * plan.world_size)
-    for alone, stacked in zip(in_lockstep(plan, function, xs_W), at_once(plan, function, xs_W), strict=True):
-        optree.tree_map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0), alone, stacked)
+    for alone, stacked in zip(
+        in_lockstep(plan, function, xs_W), at_once(plan, function, xs_W), strict=True
+    ):
+        optree.tree_map(
+            lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0), alone, stacked
+        )
 
 
 @pytest.mark.parametrize("plan", DIVISIONS.values(), ids=DIVISIONS)
@@ -130,12 +148,19 @@ def test_a_sum_over_several_axes_is_one_record_along_each() -> None:
 
 def test_a_held_sum_is_added_in_its_own_dtype_before_the_replicas_are_summed() -> None:
     full_W = torch.stack([torch.linspace(0.1, 0.9, 8) * (rank + 1) for rank in range(4)])
-    held_W = torch.stack([torch.linspace(100.3, 207.7, 4).mul(rank + 1).bfloat16() for rank in range(4)])
+    held_W = torch.stack(
+        [torch.linspace(100.3, 207.7, 4).mul(rank + 1).bfloat16() for rank in range(4)]
+    )
 
     def with_held(mesh: RankMesh, full: Tensor, held: Tensor) -> Tensor:
         return mesh.start_reduce_scatter(full, held_S=held).wait()[0]
 
-    of_node = [full_W[0] + full_W[1], full_W[0] + full_W[1], full_W[2] + full_W[3], full_W[2] + full_W[3]]
+    of_node = [
+        full_W[0] + full_W[1],
+        full_W[0] + full_W[1],
+        full_W[2] + full_W[3],
+        full_W[2] + full_W[3],
+    ]
     own = [slice(4 * (rank % 2), 4 * (rank % 2) + 4) for rank in range(4)]
     sums = [held_W[rank].clone().add_(of_node[rank][own[rank]]).float() for rank in range(4)]
     for rank, found in enumerate(in_lockstep(HYBRID, with_held, full_W, held_W)):
@@ -145,7 +170,9 @@ def test_a_held_sum_is_added_in_its_own_dtype_before_the_replicas_are_summed() -
 
 def _of_rank_0() -> list[list[Any]]:
     axis = fzero.join()
-    orders = torch.zeros(2, 3, 4) if axis.rank else torch.arange(24.0).view(4, 3, 2).permute(2, 1, 0)
+    orders = (
+        torch.zeros(2, 3, 4) if axis.rank else torch.arange(24.0).view(4, 3, 2).permute(2, 1, 0)
+    )
     column = torch.arange(10.0).view(5, 2)[:, 0] + 100 * axis.rank
     column = torch.stack([column, column + 50], dim=1)[:, 0]  # every other element of its memory
     return [collectives.broadcast(x, axis).tolist() for x in (orders, column)]
@@ -157,10 +184,25 @@ def test_a_broadcast_goes_by_indices_and_not_by_memory(ranks: RankPool) -> None:
 
 
 DTYPES = [
-    "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64",
-    "complex64", "complex128",
-]  # fmt: skip
-DTYPES += [name for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz") if hasattr(torch, name)]
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+DTYPES += [
+    name for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz") if hasattr(torch, name)
+]
 
 
 def _each_dtype() -> dict[str, list[bytes]]:
@@ -170,9 +212,11 @@ def _each_dtype() -> dict[str, list[bytes]]:
         dtype = getattr(torch, name)
         x = (torch.arange(6.0) % 2 + axis.rank).to(dtype)
         found = [
-            collectives.broadcast(x.clone(), axis), collectives.stack(x, axis), collectives.stack(x[0], axis),
+            collectives.broadcast(x.clone(), axis),
+            collectives.stack(x, axis),
+            collectives.stack(x[0], axis),
             collectives.start_all_gather(x, None, axis).wait(),
-        ]  # fmt: skip
+        ]
         assert all(y.dtype == dtype for y in found)
         sent[name] = [y.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for y in found]
     return sent

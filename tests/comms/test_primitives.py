@@ -1,7 +1,8 @@
-"""The rules of the primitives: a matrix of transform, runner, axis and primitive, in which each cell has the right numbers or
-raises an error that names its reason.
+"""The rules of the primitives: a matrix of transform, runner, axis and primitive, in
+which each cell has the right numbers or raises an error that names its reason.
 
-Ranks are the last dimension but one of what the reference takes, so that its tensors have the batch dimension of a rank's.
+Ranks are the last dimension but one of what the reference takes, so that its tensors
+have the batch dimension of a rank's.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ PRIMITIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 
 def inputs_of(world_size: int, primitive: str) -> tuple[Tensor, Tensor]:
-    """For all ranks, numbers whose sums are exact: x (2, W, N) and weights like the result (2, W, N')."""
+    """For all ranks, numbers whose sums are exact: x (2, W, N) and weights like the
+    result (2, W, N').
+    """
     shape, weights = {
         "all_gather": ((2, world_size, 3), (2, world_size, 3 * world_size)),
         "reduce_scatter": ((2, world_size, 3 * world_size), (2, world_size, 3)),
@@ -48,7 +51,11 @@ def inputs_of(world_size: int, primitive: str) -> tuple[Tensor, Tensor]:
         "all_reduce": ((2, world_size, 5),) * 2,  # 5 elements are padded
     }[primitive]
     return tuple(
-        torch.arange(2 + seed, 2 + seed + torch.Size(s).numel()).remainder(7 + seed).sub(3).view(s).double()
+        torch.arange(2 + seed, 2 + seed + torch.Size(s).numel())
+        .remainder(7 + seed)
+        .sub(3)
+        .view(s)
+        .double()
         for seed, s in enumerate((shape, weights))
     )
 
@@ -70,7 +77,7 @@ def reference_of(primitive: str) -> Map:
     }[primitive]
 
 
-# --- transforms --------------------------------------------------------------------------------------------------
+# --- transforms -----------------------------------------------------------------------------------
 
 
 AUTOGRAD = ("autograd", "autograd_twice", "checkpointed")
@@ -159,14 +166,32 @@ def of_functional_call(module: nn.Module, x: Tensor, c: Tensor) -> Tensor:
 TRANSFORMS = {
     t.__name__: t
     for t in (
-        *(value, flat, autograd, autograd_twice, checkpointed, func_grad, func_grad_twice, func_vjp, func_jvp),
-        *(jvp_of_grad, func_vmap, vmap_of_grad, grad_of_vmap, vmap_of_vjp, of_functional_call, loss),
+        *(
+            value,
+            flat,
+            autograd,
+            autograd_twice,
+            checkpointed,
+            func_grad,
+            func_grad_twice,
+            func_vjp,
+            func_jvp,
+        ),
+        *(
+            jvp_of_grad,
+            func_vmap,
+            vmap_of_grad,
+            grad_of_vmap,
+            vmap_of_vjp,
+            of_functional_call,
+            loss,
+        ),
     )
 }
 """`loss` is differentiated outside of what its runner runs."""
 
 
-# --- runners -----------------------------------------------------------------------------------------------------
+# --- runners --------------------------------------------------------------------------------------
 
 
 def traced(mode: str) -> Callable[..., Any]:
@@ -198,33 +223,55 @@ RUNNERS: dict[str, Callable[..., Any]] = {
 COMPILERS = ("eager", "aot_eager", "inductor")
 
 REFUSED = {
-    **{("stacked", r, t): "use the functorch transforms|requires_grad_" for r in RUNNERS for t in AUTOGRAD},
+    **{
+        ("stacked", r, t): "use the functorch transforms|requires_grad_"
+        for r in RUNNERS
+        for t in AUTOGRAD
+    },
     **{("process", r, t): "trace_autograd_ops" for r in COMPILERS for t in AUTOGRAD},
     **{("stacked", r, t): "trace_autograd_ops|requires_grad_" for r in COMPILERS for t in AUTOGRAD},
-    **{("lockstep", r, t): "LockstepAxis: a co" for r in RUNNERS if r != "called" for t in TRANSFORMS},
+    **{
+        ("lockstep", r, t): "LockstepAxis: a co"
+        for r in RUNNERS
+        if r != "called"
+        for t in TRANSFORMS
+    },
     **{("lockstep", "called", t): "ranks in lockstep cannot take part in jvp" for t in FORWARD},
 }
-"""What the error says, by axis, runner and transform; all other cells give the numbers."""
+"""What the error says, by axis, runner and transform; all other cells give the numbers.
+"""
 
 
-def cell(runner: str, transform: str, axis: Any, around: Any, inputs: list[tuple[Tensor, Tensor]]) -> Any:
+def cell(
+    runner: str, transform: str, axis: Any, around: Any, inputs: list[tuple[Tensor, Tensor]]
+) -> Any:
     """The results of all primitives, in one run; or the error.
 
     Args:
         around: of the function that runs on a rank.
         inputs: (x, c) for each primitive.
     """
-    maps: list[Any] = [lambda x, name=name: getattr(primitives, name)(x, axis) for name in PRIMITIVES]
+    maps: list[Any] = [
+        lambda x, name=name: getattr(primitives, name)(x, axis) for name in PRIMITIVES
+    ]
     if transform == "of_functional_call":
-        maps = [Through(f, torch.empty(x.shape[-2:])) for f, (x, _) in zip(maps, inputs, strict=True)]
+        maps = [
+            Through(f, torch.empty(x.shape[-2:])) for f, (x, _) in zip(maps, inputs, strict=True)
+        ]
 
     def function(xs: list[Tensor], cs: list[Tensor]) -> list[Tensor]:
         return [TRANSFORMS[transform](f, x, c) for f, x, c in zip(maps, xs, cs, strict=True)]
 
-    xs, cs = ([pair[i].requires_grad_(transform == "loss" and not i) for pair in inputs] for i in (0, 1))
+    xs, cs = (
+        [pair[i].requires_grad_(transform == "loss" and not i) for pair in inputs] for i in (0, 1)
+    )
     try:
         results = RUNNERS[runner](around(function), xs, cs)
-        return list(torch.autograd.grad([r.sum() for r in results], xs)) if transform == "loss" else results
+        return (
+            list(torch.autograd.grad([r.sum() for r in results], xs))
+            if transform == "loss"
+            else results
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -236,7 +283,9 @@ def check(axis: str, runner: str, transform: str, found: list[Any]) -> None:
     wanted = None if is_alone else REFUSED.get((axis, runner, transform))
     if errors or wanted is not None:
         assert wanted is not None, f"{axis} {runner} {transform}: {errors[0]}"
-        assert errors and all(re.search(wanted, error) for error in errors), f"{axis} {runner} {transform}: {errors}"
+        assert errors and all(re.search(wanted, error) for error in errors), (
+            f"{axis} {runner} {transform}: {errors}"
+        )
         return
     for index, name in enumerate(PRIMITIVES):
         x, c = inputs_of(len(found), name)
@@ -245,12 +294,20 @@ def check(axis: str, runner: str, transform: str, found: list[Any]) -> None:
             expected = func_grad(f, x, c)
         else:
             expected = autograd(f, x, c) if transform == "loss" else TRANSFORMS[transform](f, x, c)
-        assert torch.equal(torch.stack([own[index] for own in found], -2), expected), (axis, runner, transform, name)
+        assert torch.equal(torch.stack([own[index] for own in found], -2), expected), (
+            axis,
+            runner,
+            transform,
+            name,
+        )
 
 
 def on_stacked_ranks(world_size: int, runner: str, transform: str) -> None:
     ranks = Stacked(world_size)
-    inputs = [tuple(x.movedim(-2, 0).contiguous() for x in inputs_of(world_size, name)) for name in PRIMITIVES]
+    inputs = [
+        tuple(x.movedim(-2, 0).contiguous() for x in inputs_of(world_size, name))
+        for name in PRIMITIVES
+    ]
     found = cell(runner, transform, ranks.axis(), ranks.each, inputs)  # type: ignore[arg-type]
     check(
         "stacked",
@@ -281,31 +338,44 @@ def of_a_process(cells: list[tuple[str, str]], is_traced: bool) -> list[Any]:
     return cells_of_a_rank(TracedAxis.of(axis, torch.device("cpu")) if is_traced else axis, cells)
 
 
-def on_processes(ranks: RankPool, world_size: int, cells: list[tuple[str, str]], *, is_traced: bool = False) -> None:
+def on_processes(
+    ranks: RankPool, world_size: int, cells: list[tuple[str, str]], *, is_traced: bool = False
+) -> None:
     of_ranks = ranks(world_size, of_a_process, cells, is_traced)
     for index, (runner, transform) in enumerate(cells):
         check("process", runner, transform, [own[index] for own in of_ranks])
 
 
-# --- the matrix --------------------------------------------------------------------------------------------------
+# --- the matrix -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 3, 4])
-def test_every_transform_of_a_primitive_is_right_on_real_ranks(ranks: RankPool, world_size: int) -> None:
+def test_every_transform_of_a_primitive_is_right_on_real_ranks(
+    ranks: RankPool, world_size: int
+) -> None:
     on_processes(ranks, world_size, [("called", transform) for transform in TRANSFORMS])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_transform_of_a_primitive_is_right_on_the_axis_of_a_graph(ranks: RankPool, world_size: int) -> None:
-    on_processes(ranks, world_size, [("called", transform) for transform in TRANSFORMS], is_traced=True)
+def test_every_transform_of_a_primitive_is_right_on_the_axis_of_a_graph(
+    ranks: RankPool, world_size: int
+) -> None:
+    on_processes(
+        ranks, world_size, [("called", transform) for transform in TRANSFORMS], is_traced=True
+    )
 
 
 @pytest.mark.skipif(
     torch.__version__ < "2.12" and torch.version.cuda is not None and not torch.cuda.is_available(),
-    reason="PyTorch 2.11 for CUDA ends a process without a card where a second thread enters FakeTensorMode",
+    reason=(
+        "PyTorch 2.11 for CUDA ends a process without a card where a second thread enters "
+        "FakeTensorMode"
+    ),
 )
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_transform_of_a_primitive_is_right_or_refused_on_ranks_in_lockstep(world_size: int) -> None:
+def test_every_transform_of_a_primitive_is_right_or_refused_on_ranks_in_lockstep(
+    world_size: int,
+) -> None:
     hub = Hub(world_size)
     for runner, transforms in (("called", TRANSFORMS), ("make_fx", ("value", "func_grad"))):
         for transform in transforms:
@@ -318,7 +388,9 @@ def test_every_transform_of_a_primitive_is_right_or_refused_on_ranks_in_lockstep
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_transform_of_a_primitive_is_right_or_refused_on_stacked_ranks(world_size: int) -> None:
+def test_every_transform_of_a_primitive_is_right_or_refused_on_stacked_ranks(
+    world_size: int,
+) -> None:
     for transform in TRANSFORMS:
         on_stacked_ranks(world_size, "called", transform)
 
@@ -344,13 +416,17 @@ def test_every_capture_holds_the_collectives_of_stacked_ranks(runner: str) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("runner", [r for r in RUNNERS if r != "called"])
-def test_every_capture_holds_the_collectives_of_real_ranks(ranks: RankPool, runner: str, world_size: int) -> None:
+def test_every_capture_holds_the_collectives_of_real_ranks(
+    ranks: RankPool, runner: str, world_size: int
+) -> None:
     on_processes(
-        ranks, world_size, [(runner, transform) for transform in (TRANSFORMS if runner != "inductor" else SOME)]
+        ranks,
+        world_size,
+        [(runner, transform) for transform in (TRANSFORMS if runner != "inductor" else SOME)],
     )
 
 
-# --- the level of the ranks --------------------------------------------------------------------------------------
+# --- the level of the ranks -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES)
@@ -386,7 +462,9 @@ def test_a_tensor_that_is_equal_on_all_stacked_ranks_is_the_summand_of_each() ->
     ranks = Stacked(3)
     axis, x = ranks.axis(), torch.arange(6.0)
     assert torch.equal(ranks.each(lambda: primitives.reduce_scatter(x, axis))(), 3 * x.view(3, 2))
-    assert torch.equal(ranks.each(lambda: primitives.all_gather(x, axis))(), x.repeat(3).expand(3, -1))
+    assert torch.equal(
+        ranks.each(lambda: primitives.all_gather(x, axis))(), x.repeat(3).expand(3, -1)
+    )
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES)
@@ -396,18 +474,25 @@ def test_a_primitive_runs_along_one_axis_of_a_mesh(primitive: str, name: str) ->
     ranks = Stacked(mesh)
     axis = ranks.axis(name)
     x = torch.arange(6 * 6.0).view(3, 2, 6)
-    found = ranks.each(lambda x: getattr(primitives, primitive)(x, axis))(x.flatten(0, 1)).unflatten(0, (3, 2))
+    found = ranks.each(lambda x: getattr(primitives, primitive)(x, axis))(
+        x.flatten(0, 1)
+    ).unflatten(0, (3, 2))
     f = reference_of(primitive)
     assert torch.equal(found, f(x) if name == "data" else f(x.transpose(0, 1)).transpose(0, 1))
 
 
-# --- comm hooks --------------------------------------------------------------------------------------------------
+# --- comm hooks -----------------------------------------------------------------------------------
 
 HOOK = compressed(quantize(8, 16))
 
 
 def coded_results(
-    axis: Any, gathers: bool, x: Tensor, c: Tensor, runner: str = "called", around: Any = lambda f: f
+    axis: Any,
+    gathers: bool,
+    x: Tensor,
+    c: Tensor,
+    runner: str = "called",
+    around: Any = lambda f: f,
 ) -> list[Tensor]:
     """The result of a coded primitive, row by row and in `vmap`, and a gradient."""
     primitive = primitives.all_gather if gathers else primitives.reduce_scatter
@@ -427,7 +512,9 @@ def _coded_of_a_rank(gathers: bool, x: Tensor, c: Tensor, runner: str) -> list[T
     return coded_results(axis, gathers, x[axis.rank], c[axis.rank], runner)
 
 
-@pytest.mark.parametrize("runner", ["called", "make_fx_fake", pytest.param("aot_eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "runner", ["called", "make_fx_fake", pytest.param("aot_eager", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("gathers", [True, False])
 def test_a_coded_primitive_gives_the_numbers_of_its_hook_and_the_derivative_of_the_exact_one(
     ranks: RankPool, gathers: bool, runner: str
@@ -455,13 +542,15 @@ def test_a_coded_primitive_gives_the_numbers_of_its_hook_and_the_derivative_of_t
 
 def test_a_primitive_takes_hooks_without_a_state_and_for_itself() -> None:
     axis, x = AbstractAxis("data", 2), torch.ones(4)
-    with pytest.raises(ValueError, match="all_gather: hook must be without a state, got error_feedback"):
+    with pytest.raises(
+        ValueError, match="all_gather: hook must be without a state, got error_feedback"
+    ):
         primitives.all_gather(x, axis, hook=error_feedback(HOOK))
     with pytest.raises(ValueError, match="all_to_all: a comm hook has no all_to_all, got quantize"):
         primitives.all_to_all(x, axis, hook=HOOK)
 
 
-# --- what is sent, and what cannot run ---------------------------------------------------------------------------
+# --- what is sent, and what cannot run ------------------------------------------------------------
 
 
 def _records_of_a_rank() -> list[tuple[Any, ...]]:
@@ -473,20 +562,28 @@ def _records_of_a_rank() -> list[tuple[Any, ...]]:
         x = torch.ones(2, 12, requires_grad=True)
         y = primitive(x, axis)
         there = primitive.abstract(x, AbstractAxis("data", axis.size))
-        back = primitives.PRIMITIVES[primitive.transpose].abstract(y, AbstractAxis("data", axis.size))
+        back = primitives.PRIMITIVES[primitive.transpose].abstract(
+            y, AbstractAxis("data", axis.size)
+        )
         y.sum().backward()
-        found.append((sent == [there.sent, back.sent], tuple(y.shape) == there.shape, y.dtype == there.dtype))
+        found.append(
+            (sent == [there.sent, back.sent], tuple(y.shape) == there.shape, y.dtype == there.dtype)
+        )
     return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_primitive_and_its_transpose_send_what_their_abstract_forms_say(ranks: RankPool, world_size: int) -> None:
+def test_a_primitive_and_its_transpose_send_what_their_abstract_forms_say(
+    ranks: RankPool, world_size: int
+) -> None:
     assert all(all(map(all, found)) for found in ranks(world_size, _records_of_a_rank))
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize("primitive", primitives.PRIMITIVES)
-def test_a_plan_evaluates_shapes_alone_and_its_graph_holds_the_collective(primitive: str, backend: Any) -> None:
+def test_a_plan_evaluates_shapes_alone_and_its_graph_holds_the_collective(
+    primitive: str, backend: Any
+) -> None:
     f, axis = primitives.PRIMITIVES[primitive], AbstractAxis("data", 4, backend=backend)
     x = torch.empty(3, 8, dtype=torch.bfloat16, device="meta")
     abstract = f.abstract(x, axis)
@@ -494,17 +591,28 @@ def test_a_plan_evaluates_shapes_alone_and_its_graph_holds_the_collective(primit
         fake = f(torch.empty(3, 8, dtype=torch.bfloat16), axis)
     for found in (f(x, axis), fake):
         assert (tuple(found.shape), found.dtype) == abstract[:2]
-    graph = make_fx(grad(lambda x: (f(x, axis) ** 2).sum()), tracing_mode="fake")(torch.ones(3, 8)).graph
-    assert [node.target.namespace for node in graph.nodes if "c10d" in str(node.target)] == ["_c10d_functional"] * 4
-    with pytest.raises(ValueError, match="AbstractAxis: its 4 ranks have no numbers, got a tensor on cpu; pass a fake"):
+    graph = make_fx(grad(lambda x: (f(x, axis) ** 2).sum()), tracing_mode="fake")(
+        torch.ones(3, 8)
+    ).graph
+    assert [node.target.namespace for node in graph.nodes if "c10d" in str(node.target)] == [
+        "_c10d_functional"
+    ] * 4
+    with pytest.raises(
+        ValueError,
+        match="AbstractAxis: its 4 ranks have no numbers, got a tensor on cpu; pass a fake",
+    ):
         f(torch.ones(3, 8), axis)
 
 
 def test_a_tensor_that_ranks_cannot_divide_is_refused() -> None:
     axis = AbstractAxis("data", 4)
-    with pytest.raises(ValueError, match=r"reduce_scatter: 4 ranks cannot divide the last dimension of \(2, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"reduce_scatter: 4 ranks cannot divide the last dimension of \(2, 6\)"
+    ):
         primitives.reduce_scatter(torch.ones(2, 6), axis)
-    with pytest.raises(ValueError, match="all_gather: the tensor must have a dimension, got a 0-d one"):
+    with pytest.raises(
+        ValueError, match="all_gather: the tensor must have a dimension, got a 0-d one"
+    ):
         primitives.all_gather(torch.ones(()), axis)
 
 
@@ -539,8 +647,12 @@ def test_attention_of_all_ranks_is_one_call_of_the_kernel_with_each_ranks_bits()
     calls: list[str] = []
 
     class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls.extend([func.overloadpacket.__name__] * ("attention" in func.overloadpacket.__name__))
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            calls.extend(
+                [func.overloadpacket.__name__] * ("attention" in func.overloadpacket.__name__)
+            )
             return func(*args, **(kwargs or {}))
 
     leaves = [x.clone().requires_grad_() for x in (q_W, k_W, v_W)]

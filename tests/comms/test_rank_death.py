@@ -1,6 +1,8 @@
-"""The laws of the end of a job: when a rank dies, the others end by themselves and report why; a normal end is silent.
+"""The laws of the end of a job: when a rank dies, the others end by themselves and
+report why; a normal end is silent.
 
-The jobs run without torchrun, whose agent would kill the other ranks. Each rank runs this file.
+The jobs run without torchrun, whose agent would kill the other ranks. Each rank runs
+this file.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ SECONDS = 90  # seconds in which a rank must notice the death of another one, on
 BAD_STEP = 2  # the first one negotiates its collectives, the others follow
 
 
-# --- what a rank runs --------------------------------------------------------------------------------------------
+# --- what a rank runs -----------------------------------------------------------------------------
 
 
 def run_rank(scenario: str, stage: int, victim: int) -> None:
@@ -54,7 +56,7 @@ def run_rank(scenario: str, stage: int, victim: int) -> None:
         fzero.shutdown()
 
 
-# --- starting ranks ----------------------------------------------------------------------------------------------
+# --- starting ranks -------------------------------------------------------------------------------
 
 
 class Ended(NamedTuple):
@@ -67,11 +69,17 @@ class Ended(NamedTuple):
 class Job:
     """The ranks of one job, in processes of their own, which run `file`."""
 
-    def __init__(self, world_size: int, scenario: str, stage: int, victim: int = -1, *, file: str = __file__) -> None:
+    def __init__(
+        self, world_size: int, scenario: str, stage: int, victim: int = -1, *, file: str = __file__
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world_size),
+        }
         command = [sys.executable, file, scenario, str(stage), str(victim)]
         self.ranks = [
             subprocess.Popen(
@@ -106,11 +114,13 @@ def assert_ends_with_collective_error(job: Job, rank: int, victim: int, how: str
     assert code == 1, errors
     assert "fzero.comms.axes.CollectiveError: " in errors
     assert "another rank died, left the job or did not arrive in time" in errors
-    assert re.search(rf"rank {victim} \(.*, pid {job.ranks[victim].pid}\) has not come: {how}", errors), errors
+    assert re.search(
+        rf"rank {victim} \(.*, pid {job.ranks[victim].pid}\) has not come: {how}", errors
+    ), errors
     assert set(re.findall(r"rank (\d+) (?:\(.*\) )?has not come", errors)) == {str(victim)}, errors
 
 
-# --- the laws ----------------------------------------------------------------------------------------------------
+# --- the laws -------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(0)
@@ -123,12 +133,16 @@ def assert_ends_with_collective_error(job: Job, rank: int, victim: int, how: str
         ("killed in the forward of two nodes", 1, 3),
     ],
 )
-def test_when_a_rank_is_killed_the_others_end_by_themselves_and_say_why(scenario: str, stage: int, victim: int) -> None:
+def test_when_a_rank_is_killed_the_others_end_by_themselves_and_say_why(
+    scenario: str, stage: int, victim: int
+) -> None:
     ranks = range(4 if scenario.endswith("nodes") else 3)
     with Job(len(ranks), scenario, stage, victim) as job:
         assert job.end_of(victim).code == -signal.SIGKILL
         for rank in {*ranks} - {victim}:
-            assert_ends_with_collective_error(job, rank, victim, "its process (has ended|was killed by SIGKILL)")
+            assert_ends_with_collective_error(
+                job, rank, victim, "its process (has ended|was killed by SIGKILL)"
+            )
 
 
 @pytest.mark.long
@@ -136,7 +150,9 @@ def test_when_a_rank_raises_it_ends_with_its_own_error_and_the_others_with_their
     with Job(2, "raises in the backward", 0, victim=1) as job:  # while reductions are under way
         code, errors = job.end_of(1)
         assert code == 1 and "ZeroDivisionError" in errors and "CollectiveError" not in errors
-        assert_ends_with_collective_error(job, 0, 1, "it has left with ZeroDivisionError: division by zero")
+        assert_ends_with_collective_error(
+            job, 0, 1, "it has left with ZeroDivisionError: division by zero"
+        )
 
 
 @pytest.mark.long

@@ -1,4 +1,6 @@
-"""`clean` and `shrunk`: compression made permanent computes what the compressed model did."""
+"""`clean` and `shrunk`: compression made permanent computes what the compressed model
+did.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,12 @@ import fzero
 from fzero.compression import clean, compression, compression_of, quantized_inputs, shrunk
 
 SHRINKING = {
-    "row_pruning": technique({"dense_ratio": 0.5}, ["up"], [["down"]], method="topk", schedule_offset=0),
-    "head_pruning": technique({"dense_ratio": 0.5}, ["out"], [["value"]], num_heads=HEADS, schedule_offset=0),
+    "row_pruning": technique(
+        {"dense_ratio": 0.5}, ["up"], [["down"]], method="topk", schedule_offset=0
+    ),
+    "head_pruning": technique(
+        {"dense_ratio": 0.5}, ["out"], [["value"]], num_heads=HEADS, schedule_offset=0
+    ),
 }
 
 
@@ -48,7 +54,9 @@ def test_the_last_bits_are_those_of_the_target() -> None:
     assert all(len(group.unique()) <= 2**4 for group in out.reshape(4, -1))
 
 
-def test_a_shrunk_model_has_smaller_matrices_and_the_outputs_of_the_masked_one_to_rounding() -> None:
+def test_a_shrunk_model_has_smaller_matrices_and_the_outputs_of_the_masked_one_to_rounding() -> (
+    None
+):
     step, state = after(SHRINKING)
     small = clean(step.gather(state), compression_of(step))
     model = shrunk(step.spec.model, small)
@@ -58,12 +66,19 @@ def test_a_shrunk_model_has_smaller_matrices_and_the_outputs_of_the_masked_one_t
         and block.mlp.down.weight.shape == (8, 6)
         and block.mlp.up.bias.shape == (6,)
     )
-    assert block.out.weight.shape == (8, 4) and block.value.weight.shape == (4, 8) and block.value.bias.shape == (4,)
+    assert (
+        block.out.weight.shape == (8, 4)
+        and block.value.weight.shape == (4, 8)
+        and block.value.bias.shape == (4,)
+    )
     assert (block.mlp.up.out_features, block.mlp.down.in_features, block.num_heads) == (6, 6, 2)
     with torch.no_grad():
         torch.testing.assert_close(model(*data(7)), step.evaluate(state, data(7)))
     again = shrunk(net(), small)  # a plain model of the same kind
-    assert all(torch.equal(x, y) for x, y in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(again.state_dict().values(), model.state_dict().values(), strict=True)
+    )
 
 
 class Images(nn.Module):
@@ -80,7 +95,9 @@ class Images(nn.Module):
 @pytest.mark.parametrize("method", ["l1", "topk"])
 def test_channels_shrink_with_their_norms_and_the_next_convolution(method: str) -> None:
     torch.manual_seed(0)
-    pruning = technique({"dense_ratio": 0.5}, ["first"], [["norm", "second"]], method=method, schedule_offset=0)
+    pruning = technique(
+        {"dense_ratio": 0.5}, ["first"], [["norm", "second"]], method=method, schedule_offset=0
+    )
     step = fzero.make_train_step(Images(), settings({"channel_pruning": pruning}))
     state = step.init()
     x, y = torch.randn(6, 3, 5, 5), torch.randint(0, 2, (6,))
@@ -89,10 +106,27 @@ def test_channels_shrink_with_their_norms_and_the_next_convolution(method: str) 
     model = shrunk(step.spec.model, clean(step.gather(state), compression_of(step))).eval()
     assert model.first.weight.shape == (4, 3, 3, 3) and model.second.weight.shape == (4, 4, 3, 3)  # type: ignore[union-attr]
     assert model.norm.num_features == 4 and model.norm.running_mean.shape == (4,)  # type: ignore[union-attr]
-    # A masked channel leaves its norm as a constant, which the next convolution reads, and which a shrunk model does not have.
+    # A masked channel leaves its norm as a constant, which the next convolution reads, and which a
+    # shrunk model does not have.
     masked = Images().eval()
-    masked.load_state_dict(clean(step.gather(state), compression(settings({"channel_pruning": pruning | {
-        "different_groups": {"group": {"params": {"dense_ratio": 0.5}, "modules": ["first"]}}}}), Images())))  # fmt: skip
+    masked.load_state_dict(
+        clean(
+            step.gather(state),
+            compression(
+                settings(
+                    {
+                        "channel_pruning": pruning
+                        | {
+                            "different_groups": {
+                                "group": {"params": {"dense_ratio": 0.5}, "modules": ["first"]}
+                            }
+                        }
+                    }
+                ),
+                Images(),
+            ),
+        )
+    )
     kept = masked.first.weight.abs().sum((1, 2, 3)) > 0
     with torch.no_grad():
         masked.second.weight[:, ~kept] = 0
@@ -115,7 +149,10 @@ def test_a_number_of_heads_that_does_not_follow_is_asked_for() -> None:
     model = net()
     model.blocks[0].key = nn.Linear(8, 8)  # type: ignore[union-attr]
     weights = dict(model.state_dict())
-    weights["blocks.0.value.weight"], weights["blocks.0.value.bias"] = torch.zeros(4, 8), torch.zeros(4)
+    weights["blocks.0.value.weight"], weights["blocks.0.value.bias"] = (
+        torch.zeros(4, 8),
+        torch.zeros(4),
+    )
     weights["blocks.0.key.weight"], weights["blocks.0.key.bias"] = torch.zeros(6, 8), torch.zeros(6)
     with pytest.raises(ValueError, match=r"num_heads: must be given for 'blocks.0'"):
         shrunk(model, weights)

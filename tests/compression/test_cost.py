@@ -1,4 +1,6 @@
-"""What compression costs: no more than the formula itself, which a parametrization computes, too."""
+"""What compression costs: no more than the formula itself, which a parametrization
+computes, too.
+"""
 
 from __future__ import annotations
 
@@ -46,4 +48,6 @@ def test_a_value_takes_no_longer_than_its_formula() -> None:
         assert best(lambda: quantizer.value(x, {}, 0)) < 1.3 * best(
             lambda: quantized(x)
         )  # 1.3: what the clock varies by
-        assert best(lambda: mask.value(x, {"scores": scores}, 0)) < 1.3 * best(lambda: largest(x, scores))
+        assert best(lambda: mask.value(x, {"scores": scores}, 0)) < 1.3 * best(
+            lambda: largest(x, scores)
+        )

@@ -26,8 +26,12 @@ from fzero.deepspeed.missing import stand_in
 from fzero.deepspeed.names import Definition
 
 SHRINKING = {
-    "row_pruning": technique({"dense_ratio": 0.5}, ["up"], [["down"]], method="topk", schedule_offset=0),
-    "head_pruning": technique({"dense_ratio": 0.5}, ["out"], [["value"]], num_heads=HEADS, schedule_offset=0),
+    "row_pruning": technique(
+        {"dense_ratio": 0.5}, ["up"], [["down"]], method="topk", schedule_offset=0
+    ),
+    "head_pruning": technique(
+        {"dense_ratio": 0.5}, ["out"], [["value"]], num_heads=HEADS, schedule_offset=0
+    ),
 }
 
 
@@ -54,23 +58,42 @@ def test_a_script_trains_as_a_step_does(stage: int) -> None:
 
 
 def test_a_model_that_zero_init_divides_is_compressed_as_a_plain_one() -> None:
-    block = {"layer_reduction": {"enabled": True, "module_name_prefix": "blocks", "teacher_layer": [1, 0]}}
+    block = {
+        "layer_reduction": {
+            "enabled": True,
+            "module_name_prefix": "blocks",
+            "teacher_layer": [1, 0],
+        }
+    }
     cfg = settings(ALL | block, 3, train_micro_batch_size_per_gpu=16)
     found = []
     for divides in (True, False):
         with zero.Init(enabled=divides):
             student, teacher = net(0), net(2)
-        engine = fzero.initialize(model=init_compression(student, cfg, teacher_model=teacher), config=cfg)[0]
+        engine = fzero.initialize(
+            model=init_compression(student, cfg, teacher_model=teacher), config=cfg
+        )[0]
         loss = engine(*data(0))
         engine.backward(loss)
         engine.step()
-        found.append({**engine.module_state_dict(), **redundancy_clean(engine, cfg).state_dict(), "loss": loss})
+        found.append(
+            {
+                **engine.module_state_dict(),
+                **redundancy_clean(engine, cfg).state_dict(),
+                "loss": loss,
+            }
+        )
         with zero.Init(enabled=divides):
             alone = net(0)
         init_compression(alone, cfg | {"compression_training": SHRINKING})
-        assert all(bool(param.numel()) != divides for param in alone.head.parameters())  # it stays divided
-        found[-1] |= {f"clean.{key}": x for key, x in redundancy_clean(alone, cfg).state_dict().items()}
-    assert found[0].keys() == found[1].keys() and all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+        # it stays divided
+        assert all(bool(param.numel()) != divides for param in alone.head.parameters())
+        found[-1] |= {
+            f"clean.{key}": x for key, x in redundancy_clean(alone, cfg).state_dict().items()
+        }
+    assert found[0].keys() == found[1].keys() and all(
+        torch.equal(x, found[1][name]) for name, x in found[0].items()
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -108,7 +131,9 @@ def test_wrong_orders_are_errors_with_the_fix() -> None:
     with pytest.raises(fzero.ConfigError, match="must be applied once to a model"):
         init_compression(model, settings(SHRINKING))
     with pytest.raises(fzero.ConfigError, match="needs the teacher"):
-        init_compression(net(), settings({"layer_reduction": {"enabled": True, "teacher_layer": [1]}}))
+        init_compression(
+            net(), settings({"layer_reduction": {"enabled": True, "teacher_layer": [1]}})
+        )
     with pytest.raises(ValueError, match="mpu: must be None"):
         init_compression(net(), settings(ALL), mpu=object())
 
@@ -117,7 +142,10 @@ def test_helpers_and_layer_classes_have_deepspeeds_names() -> None:
     class Conv1D(nn.Module):
         def __init__(self, num_out: int, num_in: int) -> None:
             super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.randn(num_in, num_out)), nn.Parameter(torch.randn(num_out))
+            self.weight, self.bias = (
+                nn.Parameter(torch.randn(num_in, num_out)),
+                nn.Parameter(torch.randn(num_out)),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ self.weight + self.bias
@@ -126,7 +154,9 @@ def test_helpers_and_layer_classes_have_deepspeeds_names() -> None:
     x = torch.randn(2, 3)
     expected = model(x)
     assert convert_conv1d_to_linear(model, Conv1D) is model
-    assert isinstance(model[0][0], LinearLayer_Compress) and not isinstance(model[0][0], Embedding_Compress)
+    assert isinstance(model[0][0], LinearLayer_Compress) and not isinstance(
+        model[0][0], Embedding_Compress
+    )
     torch.testing.assert_close(model(x), expected)
     recursive_setattr(model, "0.0", nn.Identity())
     assert isinstance(recursive_getattr(model, "0.0"), nn.Identity)
@@ -136,12 +166,20 @@ def test_helpers_and_layer_classes_have_deepspeeds_names() -> None:
 
 
 def test_a_student_begins_with_its_teachers_layers() -> None:
-    block = {"layer_reduction": {"enabled": True, "module_name_prefix": "blocks", "teacher_layer": [1, 0]}}
+    block = {
+        "layer_reduction": {
+            "enabled": True,
+            "module_name_prefix": "blocks",
+            "teacher_layer": [1, 0],
+        }
+    }
     student, teacher = net(1), net(2)
     student_initialization(student, teacher, settings(block))
     assert torch.equal(student.blocks[0].value.weight, teacher.blocks[1].value.weight)
     again = init_compression(net(1), settings(block), teacher_model=teacher)
-    assert all(torch.equal(x, y) for x, y in zip(again.parameters(), student.parameters(), strict=True))
+    assert all(
+        torch.equal(x, y) for x, y in zip(again.parameters(), student.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,6 +197,7 @@ def test_classes_without_a_counterpart_say_what_to_use(name: str, says: str) -> 
     missing = stand_in(Definition(f"deepspeed.compression.{module}", of_module, "classes"))
     assert not isinstance(torch.nn.Linear(1, 1), missing)
     with pytest.raises(
-        NotImplementedError, match=rf"^deepspeed\.compression\.{module}\.{of_module}: .*{re.escape(says)}"
+        NotImplementedError,
+        match=rf"^deepspeed\.compression\.{module}\.{of_module}: .*{re.escape(says)}",
     ):
         missing()

@@ -1,4 +1,6 @@
-"""Compressed steps: equal to a plain loop, in all stages, runners and placements, and on real ranks."""
+"""Compressed steps: equal to a plain loop, in all stages, runners and placements, and
+on real ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from fzero.compression.added import registered
 
 STOCHASTIC = {
     "weight_quantization": technique(
-        {"start_bits": 4, "target_bits": 3}, ["mlp"], rounding="stochastic", quantization_type="asymmetric"
+        {"start_bits": 4, "target_bits": 3},
+        ["mlp"],
+        rounding="stochastic",
+        quantization_type="asymmetric",
     )
 }
 MASKS = {
@@ -66,7 +71,8 @@ def test_a_compressed_step_is_the_plain_loop_with_the_formulas(stage: int) -> No
     for (
         name,
         param,
-    ) in model.named_parameters():  # products of masks and sums of scores' gradients round in another order
+    ) in model.named_parameters():
+        # products of masks and sums of scores' gradients round in another order
         torch.testing.assert_close(weights[name], param.detach(), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(weights["head.x_min_max"], bounds)
 
@@ -78,7 +84,9 @@ def test_all_stages_have_the_same_bits(techniques: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-def test_with_accumulation_the_pairs_of_stages_have_the_same_bits_and_all_are_equal_to_rounding() -> None:
+def test_with_accumulation_the_pairs_of_stages_have_the_same_bits_and_all_are_equal_to_rounding() -> (
+    None
+):
     losses = [lockstep(ALL, stage, num_micro=2)[0] for stage in range(4)]
     assert losses[0] == losses[1] and losses[2] == losses[3]
     assert losses[0] == pytest.approx(losses[2], rel=1e-5)
@@ -89,9 +97,14 @@ def test_ranks_stacked_are_the_ranks_in_lockstep_to_rounding() -> None:
 
 
 @pytest.mark.parametrize("techniques", EACH)
-def test_a_captured_step_is_the_eager_one_and_no_offset_captures_it_again(techniques: dict[str, Any]) -> None:
+def test_a_captured_step_is_the_eager_one_and_no_offset_captures_it_again(
+    techniques: dict[str, Any],
+) -> None:
     step = fzero.make_train_step(
-        net(), settings(techniques, 3, gradient_clipping=0), compile="step", compile_backend="aot_eager"
+        net(),
+        settings(techniques, 3, gradient_clipping=0),
+        compile="step",
+        compile_backend="aot_eager",
     )
     state, losses = step.init(), []
     for index in range(4):
@@ -123,16 +136,22 @@ def test_ranks_take_the_least_and_the_largest_of_their_ranges(ranks: RankPool) -
     }
     x = data(0)[0]
     for _, weights in ranks(2, trained, static, 2, num_steps=1):
-        torch.testing.assert_close(weights["blocks.0.value.x_min_max"], torch.stack([x.min(), x.max()]))
+        torch.testing.assert_close(
+            weights["blocks.0.value.x_min_max"], torch.stack([x.min(), x.max()])
+        )
 
 
 @pytest.mark.long
 def test_compiled_blocks_see_compressed_weights_and_no_quantized_inputs() -> None:
-    techniques = {name: ALL[name] for name in ("weight_quantization", "row_pruning", "head_pruning")}
+    techniques = {
+        name: ALL[name] for name in ("weight_quantization", "row_pruning", "head_pruning")
+    }
     how: dict[str, Any] = {"compile": "block", "compile_backend": "aot_eager"}
     losses, _ = trained(techniques, 3, **how)
     assert losses == pytest.approx(trained(techniques, 3)[0], rel=1e-6)
-    with pytest.raises(fzero.ConfigError, match=r"activation_quantization: must be off with compile='block'"):
+    with pytest.raises(
+        fzero.ConfigError, match=r"activation_quantization: must be off with compile='block'"
+    ):
         trained(ALL, 3, **how)
 
 
@@ -143,13 +162,17 @@ def test_evaluation_sees_what_training_sees() -> None:
         state, _ = step(state, data(index))
     loss = step.evaluate(state, data(3))  # before the step: its range does not move
     plain = fzero.make_train_step(net(), settings({}, 3))
-    weights = {k: v for k, v in step.gather(state).items() if k in dict(plain.spec.model.state_dict())}
+    weights = {
+        k: v for k, v in step.gather(state).items() if k in dict(plain.spec.model.state_dict())
+    }
     assert loss != plain.evaluate(plain.init(weights), data(3))
     assert loss == step.evaluate(state, data(3))
 
 
 def test_a_frozen_weight_trains_its_scores() -> None:
-    sparse = {"sparse_pruning": technique({"dense_ratio": 0.5}, ["up"], method="topk", schedule_offset=0)}
+    sparse = {
+        "sparse_pruning": technique({"dense_ratio": 0.5}, ["up"], method="topk", schedule_offset=0)
+    }
     model = net()
     model.requires_grad_(False)
     model.head.requires_grad_()
@@ -160,7 +183,9 @@ def test_a_frozen_weight_trains_its_scores() -> None:
     after = step.gather(state)
     name = "blocks.0.mlp.up"
     assert torch.equal(before[f"{name}.weight"], after[f"{name}.weight"])
-    assert not torch.equal(before[f"{name}.sparse_mask_scores"], after[f"{name}.sparse_mask_scores"])
+    assert not torch.equal(
+        before[f"{name}.sparse_mask_scores"], after[f"{name}.sparse_mask_scores"]
+    )
 
 
 def test_a_tied_weight_is_compressed_once_for_both_users() -> None:
@@ -175,19 +200,31 @@ def test_a_tied_weight_is_compressed_once_for_both_users() -> None:
 
     torch.manual_seed(0)
     model = Tied()
-    both = {"weight_quantization": technique({"target_bits": 2}, ["embed|head"], quantize_weight_in_forward=True)}
+    both = {
+        "weight_quantization": technique(
+            {"target_bits": 2}, ["embed|head"], quantize_weight_in_forward=True
+        )
+    }
     step = fzero.make_train_step(model, settings(both))
-    weight = compression(settings(both), model).seen("embed.weight", model.embed.weight.detach(), 0, {})
+    weight = compression(settings(both), model).seen(
+        "embed.weight", model.embed.weight.detach(), 0, {}
+    )
     assert all(len(row.unique()) <= 3 for row in weight)  # ternary, one group for each row
     x = torch.arange(8)
     _, metrics = step(step.init(), x)
     logits = nn.functional.linear(nn.functional.embedding(x, weight), weight)
-    assert float(metrics.loss) == pytest.approx(float(nn.functional.cross_entropy(logits, x)), rel=1e-6)
+    assert float(metrics.loss) == pytest.approx(
+        float(nn.functional.cross_entropy(logits, x)), rel=1e-6
+    )
     assert compression_of(step).aliases == {"head.weight": "embed.weight"}
 
 
-def test_a_checkpoint_is_read_by_a_run_without_compression_and_continues_one_with_it(tmp_path: Any) -> None:
-    step = fzero.make_train_step(net(), settings(ALL | MASKS | {"row_pruning": ALL["row_pruning"]}, 3))
+def test_a_checkpoint_is_read_by_a_run_without_compression_and_continues_one_with_it(
+    tmp_path: Any,
+) -> None:
+    step = fzero.make_train_step(
+        net(), settings(ALL | MASKS | {"row_pruning": ALL["row_pruning"]}, 3)
+    )
     state, _ = step(step.init(), data())
     fzero.save(state, tmp_path, step=step)
     plain = fzero.make_train_step(net(1), settings({}, 1))
@@ -196,7 +233,10 @@ def test_a_checkpoint_is_read_by_a_run_without_compression_and_continues_one_wit
     assert gathered.keys() == dict(net().named_parameters()).keys()
     assert all(torch.equal(gathered[name], weights[name]) for name in gathered)
     again = fzero.load(tmp_path, step=step).state
-    assert all(torch.equal(x, y) for x, y in zip(step.gather(again).values(), weights.values(), strict=True))
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(step.gather(again).values(), weights.values(), strict=True)
+    )
 
 
 def test_masks_are_made_from_the_weights_that_a_state_begins_with(tmp_path: Any) -> None:
@@ -209,10 +249,14 @@ def test_masks_are_made_from_the_weights_that_a_state_begins_with(tmp_path: Any)
     size = weights["blocks.1.value.weight"].abs()
     assert int(mask.sum()) == 32 and size[mask].min() >= size[~mask].max()
     assert torch.equal(step.gather(loaded)["blocks.1.value.sparse_pruning_mask"], mask)
-    assert torch.equal(step.gather(step.init(step.gather(given)))["blocks.1.value.sparse_pruning_mask"], mask)
+    assert torch.equal(
+        step.gather(step.init(step.gather(given)))["blocks.1.value.sparse_pruning_mask"], mask
+    )
 
 
-def test_weights_without_scores_begin_a_compressed_run_by_init_and_files_of_them_say_so(tmp_path: Any) -> None:
+def test_weights_without_scores_begin_a_compressed_run_by_init_and_files_of_them_say_so(
+    tmp_path: Any,
+) -> None:
     weights = dict(net(5).state_dict())
     torch.save(weights, tmp_path / "weights.pt")
     step = fzero.make_train_step(net(), settings({"row_pruning": ALL["row_pruning"]}, 3))
@@ -220,7 +264,10 @@ def test_weights_without_scores_begin_a_compressed_run_by_init_and_files_of_them
     name = "blocks.0.mlp.up"
     assert torch.equal(found[f"{name}.weight"], weights[f"{name}.weight"])
     assert torch.equal(found[f"{name}.row_mask_scores"], first[f"{name}.row_mask_scores"])
-    with pytest.raises(ValueError, match=r"row_mask_scores' must be among .* pass weights without scores to step.init"):
+    with pytest.raises(
+        ValueError,
+        match=r"row_mask_scores' must be among .* pass weights without scores to step.init",
+    ):
         fzero.load_weights(tmp_path / "weights.pt", step=step)
 
 
@@ -234,5 +281,8 @@ def test_a_model_on_meta_gets_the_scores_of_its_seed_and_the_masks_of_its_first_
         "blocks.0.mlp.up.row_mask_scores"
     )
     assert torch.equal(weights["blocks.0.mlp.up.row_mask_scores"], scores.detach())
-    mask, size = weights["blocks.1.value.sparse_pruning_mask"], weights["blocks.1.value.weight"].abs()
+    mask, size = (
+        weights["blocks.1.value.sparse_pruning_mask"],
+        weights["blocks.1.value.weight"].abs(),
+    )
     assert int(mask.sum()) == 32 and size[mask].min() >= size[~mask].max()

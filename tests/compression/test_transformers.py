@@ -30,8 +30,12 @@ def test_a_bert_is_compressed_saved_and_read_by_from_pretrained(tmp_path: Path) 
     model: Any = BertForSequenceClassification(config)
     qkv = [["self.query", "self.key", "self.value"]]
     techniques = {
-        "weight_quantization": technique({"target_bits": 4}, ["encoder"], quantize_weight_in_forward=True),
-        "sparse_pruning": technique({"dense_ratio": 0.5}, ["intermediate"], method="l1", schedule_offset=0),
+        "weight_quantization": technique(
+            {"target_bits": 4}, ["encoder"], quantize_weight_in_forward=True
+        ),
+        "sparse_pruning": technique(
+            {"dense_ratio": 0.5}, ["intermediate"], method="l1", schedule_offset=0
+        ),
         "row_pruning": technique(
             {"dense_ratio": 0.5},
             ["intermediate.dense"],
@@ -40,7 +44,12 @@ def test_a_bert_is_compressed_saved_and_read_by_from_pretrained(tmp_path: Path) 
             schedule_offset=0,
         ),
         "head_pruning": technique(
-            {"dense_ratio": 0.5}, ["attention.output.dense"], qkv, method="topk", num_heads=4, schedule_offset=0
+            {"dense_ratio": 0.5},
+            ["attention.output.dense"],
+            qkv,
+            method="topk",
+            num_heads=4,
+            schedule_offset=0,
         ),
     }
     batch = {"input_ids": torch.arange(24).reshape(2, 12), "labels": torch.tensor([0, 1])}
@@ -50,7 +59,8 @@ def test_a_bert_is_compressed_saved_and_read_by_from_pretrained(tmp_path: Path) 
     weights = step.gather(state)
     small = shrunk(model, clean(weights, compression_of(step))).eval()
     with torch.no_grad():
-        torch.testing.assert_close(small(**batch).loss, expected)  # heads follow from the sizes of the matrices
+        # heads follow from the sizes of the matrices
+        torch.testing.assert_close(small(**batch).loss, expected)
     own = small.get_submodule("bert.encoder.layer.0.attention.self")
     assert own.num_attention_heads == 2 and own.all_head_size == 8
     # Without related modules shapes stay, so that the library reads the files.

@@ -1,4 +1,6 @@
-"""The law of keys that ranks may have for themselves: each changes no number and no collective, and all others are compared."""
+"""The law of keys that ranks may have for themselves: each changes no number and no
+collective, and all others are compared.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,42 @@ FREE: dict[str, Any] = {
     "tensorboard": {"enabled": True, "output_path": "tb", "job_name": "mine"},
     "wandb": {"enabled": True, "group": "g", "team": "t", "project": "p"},
     "comet": {
-        "enabled": True, "samples_log_interval": 1, "project": "p", "workspace": "w", "api_key": "k",
-        "experiment_name": "n", "experiment_key": "e", "online": False, "mode": "create",
+        "enabled": True,
+        "samples_log_interval": 1,
+        "project": "p",
+        "workspace": "w",
+        "api_key": "k",
+        "experiment_name": "n",
+        "experiment_key": "e",
+        "online": False,
+        "mode": "create",
     },
     "flops_profiler": {
-        "enabled": True, "recompute_fwd_factor": 1.0, "profile_step": 2, "module_depth": 1, "top_modules": 2,
-        "detailed": False, "output_file": "flops.txt",
+        "enabled": True,
+        "recompute_fwd_factor": 1.0,
+        "profile_step": 2,
+        "module_depth": 1,
+        "top_modules": 2,
+        "detailed": False,
+        "output_file": "flops.txt",
     },
-    "comms_logger": {"enabled": True, "verbose": True, "prof_all": False, "debug": True, "prof_ops": ["all_reduce"]},
-}  # fmt: skip
+    "comms_logger": {
+        "enabled": True,
+        "verbose": True,
+        "prof_all": False,
+        "debug": True,
+        "prof_ops": ["all_reduce"],
+    },
+}
 """Another value than the default for every key that is marked `PER_RANK`."""
 
 
-def leaves(block: type[Block], prefix: str = "", *, is_free: bool = False) -> Iterator[tuple[str, bool]]:
-    """The keys of a block and of those in it, by dotted name, each with whether it is marked."""
+def leaves(
+    block: type[Block], prefix: str = "", *, is_free: bool = False
+) -> Iterator[tuple[str, bool]]:
+    """The keys of a block and of those in it, by dotted name, each with whether it is
+    marked.
+    """
     for name, field in block.model_fields.items():
         marked = is_free or PER_RANK in field.metadata
         if (inner := block_of(field.annotation)) is None:
@@ -55,7 +79,9 @@ def leaves(block: type[Block], prefix: str = "", *, is_free: bool = False) -> It
 
 def _given(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in values.items():
-        yield from _given(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [f"{prefix}{name}"]
+        yield from (
+            _given(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [f"{prefix}{name}"]
+        )
 
 
 def test_every_key_that_is_not_compared_is_tried_below() -> None:
@@ -63,7 +89,9 @@ def test_every_key_that_is_not_compared_is_tried_below() -> None:
     assert {name for name, marked in found.items() if marked} == {*_given(FREE)}
     read = Config.model_validate({key: FREE[key] for key in FREE if key in Config.model_fields})
     assert compared(read) == compared(Config.model_validate({"data_efficiency": {}}))
-    keys = EngineKeys.model_validate({key: FREE[key] for key in FREE if key in EngineKeys.model_fields})
+    keys = EngineKeys.model_validate(
+        {key: FREE[key] for key in FREE if key in EngineKeys.model_fields}
+    )
     assert compared(keys) == compared(EngineKeys())
 
 
@@ -78,17 +106,26 @@ class _Package(types.ModuleType):
 
 def _trained(folder: str, stage: int, free: list[dict[str, Any]]) -> Any:
     rank = torch.distributed.get_rank()
-    nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": f"{folder}/nvme"}} if stage == 3 else {}
+    nvme = (
+        {"offload_optimizer": {"device": "nvme", "nvme_path": f"{folder}/nvme"}}
+        if stage == 3
+        else {}
+    )
     keys = settings(stage, data_efficiency={"enabled": False})
     keys["zero_optimization"] |= nvme
-    packages = {name: _Package(name) for name in ("wandb", "comet_ml", "tensorboard", "torch.utils.tensorboard")}
+    packages = {
+        name: _Package(name)
+        for name in ("wandb", "comet_ml", "tensorboard", "torch.utils.tensorboard")
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for name, package in packages.items():
             patch.setitem(sys.modules, name, package)
         engine = fzero.initialize(model=make(Net), config=keys | free[rank])[0]
         sent: list[Any] = []
-        engine.train_step = engine.train_step.observed(lambda r: sent.append((r.collective, r.axis, r.nbytes)))
+        engine.train_step = engine.train_step.observed(
+            lambda r: sent.append((r.collective, r.axis, r.nbytes))
+        )
         losses = losses_of_steps(engine)
         log_summary()
         weights = engine.module_state_dict()
@@ -121,7 +158,9 @@ OTHERS: dict[str, Any] = {
 def _differ() -> None:
     rank = torch.distributed.get_rank()
     for name, value in OTHERS.items():
-        with pytest.raises(MismatchError, match=f"configuration: must be the same on all ranks, but '{name}"):
+        with pytest.raises(
+            MismatchError, match=f"configuration: must be the same on all ranks, but '{name}"
+        ):
             fzero.initialize(model=make(Net), config=settings(1) | ({name: value} if rank else {}))
 
 

@@ -1,4 +1,6 @@
-"""The laws of configuration: what is accepted, what it means, and that every refusal names its key."""
+"""The laws of configuration: what is accepted, what it means, and that every refusal
+names its key.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ from hypothesis import given, strategies as st
 from fzero import Config, ConfigError
 from fzero.__main__ import main
 from fzero.config.config import ConfigWarning
-from fzero.config.deepspeed_keys import ACCEPTED, HARMLESS, KNOWN, NOT_YET, REFUSED, SPELLINGS, TYPES
+from fzero.config.deepspeed_keys import (
+    ACCEPTED,
+    HARMLESS,
+    KNOWN,
+    NOT_YET,
+    REFUSED,
+    SPELLINGS,
+    TYPES,
+)
 from fzero.config.fields import block_of, names_in
 from fzero.config.optimizer_block import AdamW, with_overrides
 from fzero.config.optimizers import OPTIMIZERS, Adam, SGDParams
@@ -47,17 +57,26 @@ def optimizer(name: Any, **params: Any) -> dict[str, Any]:
     return {"optimizer": {"type": name, "params": params}}
 
 
-# --- what is accepted --------------------------------------------------------------------------------------------
+# --- what is accepted -----------------------------------------------------------------------------
 
 
 def test_an_empty_configuration_means_the_defaults() -> None:
     cfg = Config.load({})
     assert cfg == Config()
-    assert (cfg.train_batch_size, cfg.train_micro_batch_size_per_gpu, cfg.gradient_clipping) == (None, None, 1.0)
+    assert (cfg.train_batch_size, cfg.train_micro_batch_size_per_gpu, cfg.gradient_clipping) == (
+        None,
+        None,
+        1.0,
+    )
     assert isinstance(cfg.optimizer, AdamW)
     assert cfg.optimizer.params.model_dump() == {
-        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "bias_correction": True, "adam_w_mode": True
-    }  # fmt: skip
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "bias_correction": True,
+        "adam_w_mode": True,
+    }
     assert cfg.zero_optimization.model_dump() == {
         "stage": 0,
         "reduce_bucket_size": None,
@@ -83,7 +102,10 @@ def test_an_empty_configuration_means_the_defaults() -> None:
 FULL: dict[str, Any] = {
     "train_batch_size": 8,
     "gradient_clipping": 0.5,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.1}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-4, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.1},
+    },
     "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "round_robin_gradients": True},
 }
 
@@ -104,7 +126,12 @@ def test_a_mapping_is_not_changed_by_loading() -> None:
 
 
 def test_what_a_config_writes_loads_as_the_same_config() -> None:
-    for source in ({}, FULL, optimizer("adam", adam_w_mode=False), optimizer("SGD", momentum=0.9, nesterov=True)):
+    for source in (
+        {},
+        FULL,
+        optimizer("adam", adam_w_mode=False),
+        optimizer("SGD", momentum=0.9, nesterov=True),
+    ):
         cfg = Config.load(source)
         assert Config.load(json.loads(cfg.model_dump_json())) == cfg
 
@@ -115,26 +142,48 @@ def test_a_stage_may_be_a_string_or_an_integral_float(given_value: Any, value: i
 
 
 def test_counts_may_be_strings_or_integral_floats() -> None:
-    cfg = Config.load({"train_batch_size": "8", **zero(reduce_bucket_size=5e8, stage3_prefetch_bucket_size="1000")})
+    cfg = Config.load(
+        {
+            "train_batch_size": "8",
+            **zero(reduce_bucket_size=5e8, stage3_prefetch_bucket_size="1000"),
+        }
+    )
     sizes = cfg.zero_optimization
-    assert (cfg.train_batch_size, sizes.reduce_bucket_size, sizes.stage3_prefetch_bucket_size) == (8, 500_000_000, 1000)
+    assert (cfg.train_batch_size, sizes.reduce_bucket_size, sizes.stage3_prefetch_bucket_size) == (
+        8,
+        500_000_000,
+        1000,
+    )
     assert all(isinstance(size, int) for size in (cfg.train_batch_size, sizes.reduce_bucket_size))
 
 
 def test_rates_may_be_strings_or_integers() -> None:
     cfg = Config.load({**optimizer("adamw", lr="1e-2", weight_decay=0), "gradient_clipping": "2"})
-    assert (cfg.optimizer.params.lr, cfg.optimizer.params.weight_decay, cfg.gradient_clipping) == (0.01, 0.0, 2.0)
+    assert (cfg.optimizer.params.lr, cfg.optimizer.params.weight_decay, cfg.gradient_clipping) == (
+        0.01,
+        0.0,
+        2.0,
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"]
+    "name",
+    [
+        "param_persistence_threshold",
+        "prefetch_bucket_size",
+        "max_live_parameters",
+        "max_reuse_distance",
+    ],
 )
 def test_stage_3_keys_may_stand_without_their_prefix(name: str) -> None:
     assert getattr(Config.load(zero(**{name: 7})).zero_optimization, f"stage3_{name}") == 7
-    assert getattr(Config.load(zero(**{f"stage3_{name}": 7})).zero_optimization, f"stage3_{name}") == 7
+    assert (
+        getattr(Config.load(zero(**{f"stage3_{name}": 7})).zero_optimization, f"stage3_{name}") == 7
+    )
     message = refusal(zero(**{name: 7, f"stage3_{name}": 8}))
     assert message == (
-        f"zero_optimization.stage3_{name}: stands beside {name!r}, which is the same; remove one of them"
+        f"zero_optimization.stage3_{name}: stands beside {name!r}, which is the same; remove one "
+        f"of them"
     )
 
 
@@ -144,17 +193,23 @@ def test_case_does_not_matter_in_the_name_of_an_optimizer(name: str) -> None:
 
 
 def test_an_optimizer_without_a_type_is_adamw() -> None:
-    assert Config.load({"optimizer": {"params": {"lr": 0.5}}}) == Config.load(optimizer("AdamW", lr=0.5))
+    assert Config.load({"optimizer": {"params": {"lr": 0.5}}}) == Config.load(
+        optimizer("AdamW", lr=0.5)
+    )
 
 
-# --- what it means -----------------------------------------------------------------------------------------------
+# --- what it means --------------------------------------------------------------------------------
 
 
 def _moved_by_decay_alone(name: str, **params: Any) -> float:
-    """What an update with a zero gradient does to a parameter of 1: only decoupled weight decay moves it by lr·wd."""
+    """What an update with a zero gradient does to a parameter of 1: only decoupled
+    weight decay moves it by lr·wd.
+    """
     import torch
 
-    transform = Config.load(optimizer(name, lr=0.5, weight_decay=0.5, **params)).optimizer.transform()
+    transform = Config.load(
+        optimizer(name, lr=0.5, weight_decay=0.5, **params)
+    ).optimizer.transform()
     _, param, _ = transform.update(torch.zeros(1), torch.ones(1), transform.init(torch.ones(1)))
     return param.item()
 
@@ -163,7 +218,8 @@ def test_adam_decouples_the_weight_decay_unless_reported_otherwise_as_in_deepspe
     assert _moved_by_decay_alone("AdamW") == 0.75
     assert _moved_by_decay_alone("Adam") == 0.75
     assert _moved_by_decay_alone("Adam", adam_w_mode=True) == 0.75
-    coupled = _moved_by_decay_alone("Adam", adam_w_mode=False)  # the decay is the whole gradient: a step of lr
+    # the decay is the whole gradient: a step of lr
+    coupled = _moved_by_decay_alone("Adam", adam_w_mode=False)
     assert coupled == pytest.approx(0.5, abs=1e-6)  # but for eps = 1e-8 beside a gradient of 0.5
     assert _moved_by_decay_alone("SGD") == 0.75
 
@@ -175,7 +231,9 @@ def test_only_adam_honours_its_mode_and_has_no_weight_decay_by_default() -> None
     (note,) = Config.load(optimizer("AdamW", adam_w_mode=False)).conflicts
     assert note.reason == "AdamW always decouples the weight decay; Adam has the mode"
     assert not Config.load(optimizer("AdamW", adam_w_mode=True)).conflicts
-    assert refusal(optimizer("SGD", adam_w_mode=True)).startswith("optimizer.params.adam_w_mode: unknown key")
+    assert refusal(optimizer("SGD", adam_w_mode=True)).startswith(
+        "optimizer.params.adam_w_mode: unknown key"
+    )
 
 
 def test_every_hyper_parameter_of_an_optimizer_reaches_its_update() -> None:
@@ -184,7 +242,13 @@ def test_every_hyper_parameter_of_an_optimizer_reaches_its_update() -> None:
     values: dict[str, dict[str, Any]] = {
         "SGD": {"lr": 0.5, "momentum": 0.5, "dampening": 0.5, "weight_decay": 0.5},
         "AdamW": {"lr": 0.5, "betas": [0.5, 0.5], "eps": 0.5, "weight_decay": 0.5},
-        "Adam": {"lr": 0.5, "betas": [0.5, 0.5], "eps": 0.5, "weight_decay": 0.5, "adam_w_mode": False},
+        "Adam": {
+            "lr": 0.5,
+            "betas": [0.5, 0.5],
+            "eps": 0.5,
+            "weight_decay": 0.5,
+            "adam_w_mode": False,
+        },
     }
 
     def after_two_updates(name: str, params: Mapping[str, Any]) -> float:
@@ -201,27 +265,41 @@ def test_every_hyper_parameter_of_an_optimizer_reaches_its_update() -> None:
             fewer = {key: value for key, value in params.items() if key != field}
             assert after_two_updates(name, fewer) != reference, f"{name}: {field} changes nothing"
     nesterov = {"lr": 0.5, "momentum": 0.5}
-    assert after_two_updates("SGD", nesterov) != after_two_updates("SGD", {**nesterov, "nesterov": True})
+    assert after_two_updates("SGD", nesterov) != after_two_updates(
+        "SGD", {**nesterov, "nesterov": True}
+    )
 
 
-# --- batch sizes -------------------------------------------------------------------------------------------------
+# --- batch sizes ----------------------------------------------------------------------------------
 
 counts = st.integers(1, 30)
 
 
 @given(counts, counts, world_sizes())
-def test_what_is_missing_of_the_batch_triple_is_inferred(micro: int, steps: int, world_size: int) -> None:
+def test_what_is_missing_of_the_batch_triple_is_inferred(
+    micro: int, steps: int, world_size: int
+) -> None:
     train = micro * steps * world_size
     keys = {
-        "train_batch_size": train, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps
-    }  # fmt: skip
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
     assert Config().batch_sizes(world_size) == (None, None, 1)
     assert Config(**keys).batch_sizes(world_size) == (train, micro, steps)
     for left_out in keys:
         given = {key: value for key, value in keys.items() if key != left_out}
         assert Config(**given).batch_sizes(world_size) == (train, micro, steps)
-    assert Config(train_batch_size=micro * world_size).batch_sizes(world_size) == (micro * world_size, micro, 1)
-    assert Config(train_micro_batch_size_per_gpu=micro).batch_sizes(world_size) == (micro * world_size, micro, 1)
+    assert Config(train_batch_size=micro * world_size).batch_sizes(world_size) == (
+        micro * world_size,
+        micro,
+        1,
+    )
+    assert Config(train_micro_batch_size_per_gpu=micro).batch_sizes(world_size) == (
+        micro * world_size,
+        micro,
+        1,
+    )
 
 
 @given(counts, st.none() | counts, st.none() | counts, world_sizes())
@@ -229,8 +307,10 @@ def test_batch_sizes_fit_each_other_and_the_world_size_or_are_refused(
     train: int, micro: int | None, steps: int | None, world_size: int
 ) -> None:
     cfg = Config(
-        train_batch_size=train, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps
-    )  # fmt: skip
+        train_batch_size=train,
+        train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=steps,
+    )
     known = (micro or 1) * (steps or 1) * world_size
     is_all = micro is not None and steps is not None
     if (train == known) if is_all else train % known == 0:
@@ -238,15 +318,21 @@ def test_batch_sizes_fit_each_other_and_the_world_size_or_are_refused(
         assert found.train == train == found.micro * found.num_micro_steps * world_size
         assert micro in (None, found.micro) and steps in (None, found.num_micro_steps)
         return
-    with pytest.raises(ConfigError, match=rf"train_batch_size: must equal .*, got {train} for .* × {world_size};"):
+    with pytest.raises(
+        ConfigError, match=rf"train_batch_size: must equal .*, got {train} for .* × {world_size};"
+    ):
         cfg.batch_sizes(world_size)
 
 
 def test_accumulation_needs_no_batch_size_beside_it() -> None:
-    assert Config.load({"gradient_accumulation_steps": 4}).batch_sizes(world_size=2) == (None, None, 4)
+    assert Config.load({"gradient_accumulation_steps": 4}).batch_sizes(world_size=2) == (
+        None,
+        None,
+        4,
+    )
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def at(name: str, value: Any) -> dict[str, Any]:
@@ -274,7 +360,9 @@ def on(key: str) -> Any:
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
-def test_a_key_that_asks_for_what_is_not_there_is_refused_by_its_name_with_what_to_do(key: str) -> None:
+def test_a_key_that_asks_for_what_is_not_there_is_refused_by_its_name_with_what_to_do(
+    key: str,
+) -> None:
     says = "fzero knows this DeepSpeed key and does not honour it yet"
     assert refusal(at(key, on(key))) == f"{key}: {says}; {REFUSED[key]}"
 
@@ -286,7 +374,10 @@ def test_a_key_without_which_training_is_right_is_warned_of_and_noted(key: str) 
         cfg = Config.load(at(key, on(key)))
     assert [str(warning.message) for warning in reported] == [f"{key}: {says}; {HARMLESS[key]}"]
     assert reported[0].filename == __file__
-    assert cfg.notes == ((key, on(key), "not yet", HARMLESS[key]),) and cfg.model_dump() == Config().model_dump()
+    assert (
+        cfg.notes == ((key, on(key), "not yet", HARMLESS[key]),)
+        and cfg.model_dump() == Config().model_dump()
+    )
 
 
 @pytest.mark.parametrize("key", sorted(NOT_YET))
@@ -306,8 +397,15 @@ def test_a_value_that_asks_for_nothing_is_no_error_and_no_warning(key: str) -> N
         at("compile", {"offload_activation": True}),
         at("checkpoint", {"tag_validation": "WARN", "parallel_write": {"pipeline_stage": False}}),
         at("pipeline", {"stages": "auto", "partition": "best"}),
-        zero(offload_param={"pin_memory": True}, cpu_offload_use_pin_memory=True, mics_shard_size=-1),
-        zero(cpu_offload=False, cpu_offload_param=False, cpu_offload_params=False, legacy_stage1=False),
+        zero(
+            offload_param={"pin_memory": True}, cpu_offload_use_pin_memory=True, mics_shard_size=-1
+        ),
+        zero(
+            cpu_offload=False,
+            cpu_offload_param=False,
+            cpu_offload_params=False,
+            legacy_stage1=False,
+        ),
         zero(stage3_model_persistence_threshold=9223372036854775807),
         {"zero_optimization": {"stage": 1, "allgather_size": 5e8}},
     ],
@@ -322,12 +420,18 @@ def test_blocks_that_are_off_and_older_keys_that_are_off_change_nothing(source: 
 
 def test_an_older_key_and_its_block_exclude_each_other() -> None:
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-        says = f"zero_optimization.{old}: stands beside {new!r}, which is the same; remove one of them"
+        says = (
+            f"zero_optimization.{old}: stands beside {new!r}, which is the same; remove one of them"
+        )
         assert refusal(zero(**{old: False, new: {"device": "none"}})) == says
     for old in ("cpu_offload_param", "cpu_offload_params"):
-        assert Config.load(zero(stage=3, **{old: True})) == Config.load(zero(stage=3, offload_param={"device": "cpu"}))
+        assert Config.load(zero(stage=3, **{old: True})) == Config.load(
+            zero(stage=3, offload_param={"device": "cpu"})
+        )
     assert "zero_optimization.cpu_offload_param: " in refusal(zero(cpu_offload_param=2))
-    assert Config.load(zero(cpu_offload=True)) == Config.load(zero(offload_optimizer={"device": "cpu"}))
+    assert Config.load(zero(cpu_offload=True)) == Config.load(
+        zero(offload_optimizer={"device": "cpu"})
+    )
     assert "zero_optimization.cpu_offload: " in refusal(zero(cpu_offload=2))
 
 
@@ -338,7 +442,10 @@ SWITCHED_OFF = {
     "bf16": {"enabled": False},
     "communication_data_type": None,
     "gradient_allreduce_op": "mean",
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True, "weight_decay": 0.5}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "torch_adam": True, "weight_decay": 0.5},
+    },
     "zero_optimization": {
         "stage": 3,
         "overlap_comm": True,
@@ -354,7 +461,10 @@ SWITCHED_OFF = {
 
 def test_keys_that_change_nothing_are_accepted_and_reported_with_the_reason() -> None:
     cfg = Config.load(SWITCHED_OFF)
-    assert cfg.model_dump() == Config.load(optimizer("AdamW", weight_decay=0.5) | zero(stage=3)).model_dump()
+    assert (
+        cfg.model_dump()
+        == Config.load(optimizer("AdamW", weight_decay=0.5) | zero(stage=3)).model_dump()
+    )
     kinds = {note.key: note.kind for note in cfg.notes}
     assert kinds == {
         "train_micro_batch_size_per_gpu": "auto",
@@ -381,7 +491,11 @@ def test_a_key_that_would_change_something_is_not_accepted(source: Any) -> None:
 
 
 def test_ranks_that_share_the_state_are_a_number_or_all() -> None:
-    for key, off in (("mics_shard_size", -1), ("mics_shard_size", 0), ("zero_hpz_partition_size", 1)):
+    for key, off in (
+        ("mics_shard_size", -1),
+        ("mics_shard_size", 0),
+        ("zero_hpz_partition_size", 1),
+    ):
         assert getattr(Config.load(zero(stage=3, **{key: 4})).zero_optimization, key) == 4
         for value in (off, float(off), "auto", None):
             cfg = Config.load(zero(stage=3, **{key: value}))
@@ -398,10 +512,16 @@ def test_ranks_that_share_the_state_are_a_number_or_all() -> None:
 
 def test_quantized_collectives_are_read_and_reported_where_they_are_of_no_use() -> None:
     asked = zero(
-        stage=3, zero_quantized_weights=True, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.5}
+        stage=3,
+        zero_quantized_weights=True,
+        zero_quantized_gradients=True,
+        zeropp_loco_param={"err_beta": 0.5},
     )
     cfg = Config.load(asked)
-    assert cfg.zero_optimization.zeropp_loco_param.model_dump() == {"err_beta": 0.5, "reset_T": 1024}
+    assert cfg.zero_optimization.zeropp_loco_param.model_dump() == {
+        "err_beta": 0.5,
+        "reset_T": 1024,
+    }
     assert not cfg.conflicts and Config.load(cfg.model_dump()) == cfg
     assert refusal(zero(zeropp_loco_param={"err_beta": 1})).startswith(
         "zero_optimization.zeropp_loco_param.err_beta: must be"
@@ -422,11 +542,15 @@ def test_quantized_collectives_are_read_and_reported_where_they_are_of_no_use() 
 
 def test_offload_is_read_and_its_keys_are_reported_where_they_are_of_no_use() -> None:
     nvme = {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 4, "fast_init": True}
-    cfg = Config.load(zero(stage=2, offload_optimizer=nvme, sub_group_size=1e9) | {"aio": {"queue_depth": 16}})
+    cfg = Config.load(
+        zero(stage=2, offload_optimizer=nvme, sub_group_size=1e9) | {"aio": {"queue_depth": 16}}
+    )
     assert cfg.zero_optimization.offload_optimizer.nvme_path == "/nvme" and not cfg.conflicts
     assert (cfg.zero_optimization.sub_group_size, cfg.aio.queue_depth) == (10**9, 16)
     assert Config.load(cfg.model_dump()) == cfg
-    reported = Config.load(zero(offload_optimizer={"device": "cpu", "buffer_count": 4}) | {"aio": {"block_size": 4096}})
+    reported = Config.load(
+        zero(offload_optimizer={"device": "cpu", "buffer_count": 4}) | {"aio": {"block_size": 4096}}
+    )
     assert {note.key for note in reported.conflicts} == {
         "zero_optimization.offload_optimizer.buffer_count", "aio.block_size"
     }  # fmt: skip
@@ -441,14 +565,27 @@ def test_offload_is_read_and_its_keys_are_reported_where_they_are_of_no_use() ->
 
 
 def test_parameters_are_offloaded_in_stage_3_where_no_shards_are_joined() -> None:
-    nvme = {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 0}
+    nvme = {
+        "device": "nvme",
+        "nvme_path": "/nvme",
+        "buffer_count": 5,
+        "buffer_size": 1e8,
+        "max_in_cpu": 0,
+    }
     cfg = Config.load(zero(stage=3, offload_param=nvme) | {"aio": {"queue_depth": 16}})
     assert not cfg.conflicts and Config.load(cfg.model_dump()) == cfg
     assert cfg.zero_optimization.offload_param.max_in_cpu == 0
-    reported = Config.load(zero(stage=3, offload_param={"device": "cpu", "max_in_cpu": 1e9, "buffer_size": 1}))
-    assert {note.key.rpartition(".")[2] for note in reported.conflicts} == {"max_in_cpu", "buffer_size"}
+    reported = Config.load(
+        zero(stage=3, offload_param={"device": "cpu", "max_in_cpu": 1e9, "buffer_size": 1})
+    )
+    assert {note.key.rpartition(".")[2] for note in reported.conflicts} == {
+        "max_in_cpu",
+        "buffer_size",
+    }
     says = refusal(zero(offload_param=nvme, stage=2))
-    assert re.search("zero_optimization.offload_param: needs zero_optimization.stage 3, .*got stage 2", says)
+    assert re.search(
+        "zero_optimization.offload_param: needs zero_optimization.stage 3, .*got stage 2", says
+    )
     assert "nvme_path is required" in refusal(zero(stage=3, offload_param={"device": "nvme"}))
 
 
@@ -458,8 +595,11 @@ def test_gradients_are_not_added_up_in_stage_3() -> None:
 
 
 def test_a_key_is_known_in_one_way_only() -> None:
-    assert len({*ACCEPTED, *HARMLESS, *REFUSED, *SPELLINGS}) == sum(map(len, (ACCEPTED, HARMLESS, REFUSED, SPELLINGS)))
-    everywhere = {name for name in HONOURED if not name.startswith("optimizer.params.")}  # there, the optimizer decides
+    assert len({*ACCEPTED, *HARMLESS, *REFUSED, *SPELLINGS}) == sum(
+        map(len, (ACCEPTED, HARMLESS, REFUSED, SPELLINGS))
+    )
+    # there, the optimizer decides
+    everywhere = {name for name in HONOURED if not name.startswith("optimizer.params.")}
     assert not everywhere & {*ACCEPTED, *NOT_YET, *SPELLINGS}
     typed = " ".join(TYPES.values()).split()
     assert len(typed) == len({*typed}) and {*typed} <= {*ACCEPTED}
@@ -578,13 +718,17 @@ def dotted(text: str) -> list[str]:
 def with_type(source: dict[str, Any]) -> dict[str, Any]:
     """The configuration; its scheduler, if it is a block, is one that exists."""
     block = source.get("scheduler")
-    return source | {"scheduler": {"type": "WarmupLR", **block}} if isinstance(block, dict) else source
+    return (
+        source | {"scheduler": {"type": "WarmupLR", **block}} if isinstance(block, dict) else source
+    )
 
 
 @pytest.mark.parametrize("name", dotted(DEEPSPEED))
 def test_every_deepspeed_key_is_honoured_accepted_or_not_honoured_yet(name: str) -> None:
     blocks = [name[: match.start()] for match in re.finditer(r"\.|$", name)]
-    ways = [any(block in keys for block in blocks) for keys in (ACCEPTED, HARMLESS, REFUSED, SPELLINGS)]
+    ways = [
+        any(block in keys for block in blocks) for keys in (ACCEPTED, HARMLESS, REFUSED, SPELLINGS)
+    ]
     assert sum([name in HONOURED, *ways]) == 1
     try:
         with warnings.catch_warnings():
@@ -594,7 +738,9 @@ def test_every_deepspeed_key_is_honoured_accepted_or_not_honoured_yet(name: str)
         assert "unknown" not in str(error)
 
 
-@pytest.mark.parametrize("name", sorted({name for name in dotted(DEEPSPEED) if "any" not in name.split(".")}))
+@pytest.mark.parametrize(
+    "name", sorted({name for name in dotted(DEEPSPEED) if "any" not in name.split(".")})
+)
 def test_a_misspelt_key_is_refused_everywhere_with_the_nearest_name(name: str) -> None:
     block = name.rpartition(".")[0]
     if "*" in children(block):
@@ -602,12 +748,17 @@ def test_a_misspelt_key_is_refused_everywhere_with_the_nearest_name(name: str) -
     for value in (1, "auto", {"enabled": False}):
         message = refusal(with_type(at(f"{name}x", value)))
         nearest = re.match(rf"{re.escape(name)}x: unknown key; did you mean '(\w+)'\?", message)
-        assert nearest and nearest[1] in {*children(block), *(n.rpartition(".")[2] for n in HONOURED)}, message
+        assert nearest and nearest[1] in {
+            *children(block),
+            *(n.rpartition(".")[2] for n in HONOURED),
+        }, message
 
 
 def test_a_key_at_the_top_level_that_belongs_to_a_block_is_told_its_place() -> None:
     top = {*Config.model_fields, *children("")}
-    names = sorted({name for name in (*names_in(Config), *KNOWN) if "." in name and "*" not in name})
+    names = sorted(
+        {name for name in (*names_in(Config), *KNOWN) if "." in name and "*" not in name}
+    )
     places: dict[str, list[str]] = {}
     for name in names:
         places.setdefault(name.rpartition(".")[2], []).append(name)
@@ -626,21 +777,30 @@ def test_a_key_at_the_top_level_that_belongs_to_a_block_is_told_its_place() -> N
 
 def test_a_key_that_stands_in_the_wrong_place_is_reported_its_place() -> None:
     says = "unknown key; did you mean"
-    assert refusal({"overlap_comm": True}) == f"overlap_comm: {says} 'zero_optimization.overlap_comm'?"
+    assert (
+        refusal({"overlap_comm": True}) == f"overlap_comm: {says} 'zero_optimization.overlap_comm'?"
+    )
     assert refusal(zero(wandb={})) == f"zero_optimization.wandb: {says} 'wandb'?"
 
 
 def _wrong_values() -> Iterator[tuple[str, Any, str]]:
     wrong: dict[str, Any] = {
-        "true, false or null": "perhaps", "true or false": None, "a whole number": 0.5, "a whole number or null": True,
-        "a number or null": "often", "a text or null": 3, "an object": 3,
-    }  # fmt: skip
+        "true, false or null": "perhaps",
+        "true or false": None,
+        "a whole number": 0.5,
+        "a whole number or null": True,
+        "a number or null": "often",
+        "a text or null": 3,
+        "an object": 3,
+    }
     for kind, names_of_kind in TYPES.items():
         yield from ((name, wrong[kind], kind) for name in names_of_kind.split())
 
 
 @pytest.mark.parametrize(("name", "value", "kind"), list(_wrong_values()))
-def test_an_accepted_key_with_a_value_of_another_type_is_refused(name: str, value: Any, kind: str) -> None:
+def test_an_accepted_key_with_a_value_of_another_type_is_refused(
+    name: str, value: Any, kind: str
+) -> None:
     assert refusal(at(name, value)) == f"{name}: must be {kind}, got {value!r}"
 
 
@@ -648,8 +808,14 @@ def test_an_accepted_key_with_a_value_of_another_type_is_refused(name: str, valu
     "source",
     [
         {"steps_per_print": float("inf"), "wall_clock_breakdown": None, "vocabulary_size": 1024},
-        zero(overlap_comm=None, sub_group_size=1e12, allgather_size="500000000", reduce_scatter="false"),
-        zero(leaf_module={"names": ["a"]}) | {"aio": {"thread_count": 1}, "timers": {"throughput": {"enabled": True}}},
+        zero(
+            overlap_comm=None,
+            sub_group_size=1e12,
+            allgather_size="500000000",
+            reduce_scatter="false",
+        ),
+        zero(leaf_module={"names": ["a"]})
+        | {"aio": {"thread_count": 1}, "timers": {"throughput": {"enabled": True}}},
     ],
 )
 def test_an_accepted_key_may_have_every_value_of_its_type(source: Any) -> None:
@@ -659,33 +825,61 @@ def test_an_accepted_key_may_have_every_value_of_its_type(source: Any) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"zero_optimisation": {}}, "zero_optimisation: unknown key; did you mean 'zero_optimization'?"),
+        (
+            {"zero_optimisation": {}},
+            "zero_optimisation: unknown key; did you mean 'zero_optimization'?",
+        ),
         ({"optimiser": {}}, "optimiser: unknown key; did you mean 'optimizer'?"),
-        ({"train_batch_sise": "auto"}, "train_batch_sise: unknown key; did you mean 'train_batch_size'?"),
+        (
+            {"train_batch_sise": "auto"},
+            "train_batch_sise: unknown key; did you mean 'train_batch_size'?",
+        ),
         (zero(stages="auto"), "zero_optimization.stages: unknown key; did you mean 'stage'?"),
         (zero(Stage=1), "zero_optimization.Stage: unknown key; did you mean 'stage'?"),
-        (optimizer("SGD", momentun=0.9), "optimizer.params.momentun: unknown key; did you mean 'momentum'?"),
+        (
+            optimizer("SGD", momentun=0.9),
+            "optimizer.params.momentun: unknown key; did you mean 'momentum'?",
+        ),
         (optimizer("Adam", beta=0.9), "optimizer.params.beta: unknown key; did you mean 'betas'?"),
-        ({"qqqq": 1}, "qqqq: unknown key; known here: train_batch_size, train_micro_batch_size_per_gpu, "),
+        (
+            {"qqqq": 1},
+            "qqqq: unknown key; known here: train_batch_size, train_micro_batch_size_per_gpu, ",
+        ),
         ({"Adam": {}}, "Adam: unknown key; known here: train_batch_size"),
         ({"optimizer": {"AdamW": {}}}, "optimizer.AdamW: unknown key; known here: type, params"),
         (optimizer("SGD", SGD=1), "optimizer.params.SGD: unknown key; known here: lr"),
     ],
 )
-def test_an_unknown_key_is_reported_with_the_nearest_name_or_all_names(source: Any, message: str) -> None:
+def test_an_unknown_key_is_reported_with_the_nearest_name_or_all_names(
+    source: Any, message: str
+) -> None:
     assert refusal(source).startswith(message)
 
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("Adamm", "Adam"), ("AdanW", "AdamW"), ("sg", "SGD"), ("FusedAdam", "Adam"), ("radm", "RAdam")],
+    [
+        ("Adamm", "Adam"),
+        ("AdanW", "AdamW"),
+        ("sg", "SGD"),
+        ("FusedAdam", "Adam"),
+        ("radm", "RAdam"),
+    ],
 )
 def test_an_unknown_optimizer_is_reported_with_the_nearest_one(name: str, nearest: str) -> None:
-    known = "(known: Adam, AdamW, SGD, Adagrad, Lion, Lamb, Adafactor, Muon and elementwise classes of torch.optim)"
-    assert refusal(optimizer(name)) == f"optimizer: no optimizer is named {name!r}; did you mean {nearest!r}? {known}"
+    known = (
+        "(known: Adam, AdamW, SGD, Adagrad, Lion, Lamb, Adafactor, Muon and elementwise "
+        "classes of torch.optim)"
+    )
+    assert (
+        refusal(optimizer(name))
+        == f"optimizer: no optimizer is named {name!r}; did you mean {nearest!r}? {known}"
+    )
 
 
-@pytest.mark.parametrize("stage", [4, -1, 1.5, "4", "-1", "two", "", None, True, [1], {}, float("nan")])
+@pytest.mark.parametrize(
+    "stage", [4, -1, 1.5, "4", "-1", "two", "", None, True, [1], {}, float("nan")]
+)
 def test_an_unknown_stage_is_refused_by_its_value(stage: Any) -> None:
     message = refusal(zero(stage=stage))
     assert message.startswith("zero_optimization.stage: must be ")
@@ -717,7 +911,10 @@ def test_an_unknown_stage_is_refused_by_its_value(stage: Any) -> None:
         (zero(prefetch_bucket_size=-1), "zero_optimization.prefetch_bucket_size"),
         (zero(stage3_prefetch_bucket_size=0.5), "zero_optimization.stage3_prefetch_bucket_size"),
         (zero(stage3_max_live_parameters=-1), "zero_optimization.stage3_max_live_parameters"),
-        (zero(stage3_param_persistence_threshold=-1), "zero_optimization.stage3_param_persistence_threshold"),
+        (
+            zero(stage3_param_persistence_threshold=-1),
+            "zero_optimization.stage3_param_persistence_threshold",
+        ),
         (optimizer("AdamW", lr=-1), "optimizer.params.lr"),
         (optimizer("AdamW", lr=float("inf")), "optimizer.params.lr"),
         (optimizer("AdamW", betas=[0.9, 1.0]), "optimizer.params.betas.1"),
@@ -736,8 +933,9 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(source: Any, field: str
 
 
 def test_nesterov_without_momentum_is_reported_with_its_values() -> None:
-    assert "nesterov needs momentum > 0 and dampening = 0, got 0.9 and 0.5; change these" in refusal(
-        optimizer("SGD", momentum=0.9, dampening=0.5, nesterov=True)
+    assert (
+        "nesterov needs momentum > 0 and dampening = 0, got 0.9 and 0.5; change these"
+        in refusal(optimizer("SGD", momentum=0.9, dampening=0.5, nesterov=True))
     )
     assert SGDParams(momentum=0.9, nesterov=True).nesterov
 
@@ -753,7 +951,9 @@ def test_what_two_keys_do_wrong_together_is_reported_by_the_name_of_one() -> Non
     assert refusal({"fp16": {"enabled": True}, "bf16": {"enabled": True}}).startswith(
         "fp16.enabled: excludes bf16.enabled"
     )
-    assert refusal({"gradient_allreduce_op": "sum"} | zero(stage=3)).startswith("gradient_allreduce_op: must be 'mean'")
+    assert refusal({"gradient_allreduce_op": "sum"} | zero(stage=3)).startswith(
+        "gradient_allreduce_op: must be 'mean'"
+    )
 
 
 def test_a_misspelt_key_in_a_block_that_is_refused_is_reported_beside_the_refusal() -> None:
@@ -771,7 +971,10 @@ def test_a_misspelt_key_in_a_block_that_is_refused_is_reported_beside_the_refusa
             '{"train_batch_size": 8, "train_batch_size": 9}',
             "train_batch_size: a key may stand once in an object, found 2",
         ),
-        ('{"zero_optimization": {"stage": 1, "stage": 1}}', "stage: a key may stand once in an object, found 2"),
+        (
+            '{"zero_optimization": {"stage": 1, "stage": 1}}',
+            "stage: a key may stand once in an object, found 2",
+        ),
         ("[1]", "must hold a JSON object, got list"),
         ("3", "must hold a JSON object, got int"),
         ("{'train_batch_size': 0}", "train_batch_size: must be at least 1, got 0"),
@@ -779,7 +982,10 @@ def test_a_misspelt_key_in_a_block_that_is_refused_is_reported_beside_the_refusa
         ('{"train_batch_size": 8,\n "gradient_clipping" 1}', "line 2"),
         ("{\n  # a comment\n  stage 1\n}", "line 3"),
         ("{stage: 1 /* a comment without an end", "is not JSON or Hjson"),
-        ("{zero_optimization: {stage: 1\nstage: 1}}", "zero_optimization.stage: a key may stand once in an object"),
+        (
+            "{zero_optimization: {stage: 1\nstage: 1}}",
+            "zero_optimization.stage: a key may stand once in an object",
+        ),
         ("[" * 100_000, "is not JSON or Hjson"),
         ("{train_batch_size: 1e999}", "is not JSON or Hjson"),
         ('{"gradient_clipping": NaN}', "gradient_clipping: must be a finite number, got nan"),
@@ -801,14 +1007,19 @@ def test_what_is_not_a_readable_file_is_refused_by_its_path(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("source", [3, None, ["stage"], {1, 2}])
 def test_what_is_neither_a_mapping_nor_a_path_is_refused_by_its_type(source: Any) -> None:
-    assert f"needs a mapping or the path of a JSON file, got {type(source).__name__}" in refusal(source)
+    assert f"needs a mapping or the path of a JSON file, got {type(source).__name__}" in refusal(
+        source
+    )
 
 
-# --- any configuration at all ------------------------------------------------------------------------------------
+# --- any configuration at all ---------------------------------------------------------------------
 
 FIELDS: tuple[tuple[str, ...], ...] = (
     *((name,) for name in Config.model_fields),
-    *(("zero_optimization", name) for name in Config.model_fields["zero_optimization"].annotation.model_fields),
+    *(
+        ("zero_optimization", name)
+        for name in Config.model_fields["zero_optimization"].annotation.model_fields
+    ),
     *(("optimizer", "params", name) for name in ("lr", "betas", "eps", "weight_decay")),
 )
 names = st.text("abcdefghijklmnopqrstuvwxyz_03", min_size=1, max_size=12)
@@ -829,7 +1040,9 @@ def _with(path: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 
 @given(st.sampled_from(FIELDS), json_values)
-def test_a_refused_value_is_refused_by_the_name_of_its_key(path: tuple[str, ...], value: Any) -> None:
+def test_a_refused_value_is_refused_by_the_name_of_its_key(
+    path: tuple[str, ...], value: Any
+) -> None:
     try:
         cfg = Config.load(_with(path, value))
     except ConfigError as error:
@@ -840,22 +1053,36 @@ def test_a_refused_value_is_refused_by_the_name_of_its_key(path: tuple[str, ...]
         assert Config.load(cfg.model_dump()) == cfg
 
 
-@given(st.sampled_from([(), ("zero_optimization",), ("optimizer",), ("optimizer", "params")]), names, json_values)
-def test_an_unknown_key_is_refused_by_its_name(block: tuple[str, ...], name: str, value: Any) -> None:
+@given(
+    st.sampled_from([(), ("zero_optimization",), ("optimizer",), ("optimizer", "params")]),
+    names,
+    json_values,
+)
+def test_an_unknown_key_is_refused_by_its_name(
+    block: tuple[str, ...], name: str, value: Any
+) -> None:
     path = (*block, name)
-    if name in children(".".join(block)) or path in FIELDS or path in (("optimizer", "type"), ("optimizer", "params")):
+    if (
+        name in children(".".join(block))
+        or path in FIELDS
+        or path in (("optimizer", "type"), ("optimizer", "params"))
+    ):
         return
     assert refusal(_with(path, value)).startswith(".".join(path) + ": ")
 
 
-# --- configurations as people have them -------------------------------------------------------------------------
+# --- configurations as people have them -----------------------------------------------------------
 
 ZERO_2_OFFLOAD: dict[str, Any] = {
     "train_batch_size": 16.0,
     "steps_per_print": 2000,
-    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+    "optimizer": {
+        "type": "Adam",
+        "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+    },
     "scheduler": {
-        "type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
     },
     "wall_clock_breakdown": False,
     "zero_optimization": {
@@ -868,20 +1095,28 @@ ZERO_2_OFFLOAD: dict[str, Any] = {
         "contiguous_gradients": True,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
     },
-}  # fmt: skip
+}
 ZERO_3_AUTO: dict[str, Any] = {
     "fp16": {
-        "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
         "min_loss_scale": 1,
     },
     "bf16": {"enabled": "auto"},
     "optimizer": {
-        "type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
     },
     "scheduler": {
         "type": "WarmupDecayLR",
         "params": {
-            "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": 1000
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": 1000,
         },
     },
     "zero_optimization": {
@@ -904,7 +1139,7 @@ ZERO_3_AUTO: dict[str, Any] = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
     "wall_clock_breakdown": False,
-}  # fmt: skip
+}
 CHAT: dict[str, Any] = {
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 4,
@@ -924,48 +1159,88 @@ CHAT: dict[str, Any] = {
     "prescale_gradients": False,
     "wall_clock_breakdown": False,
     "hybrid_engine": {
-        "enabled": False, "max_out_tokens": 512, "inference_tp_size": 1, "release_inference_cache": False,
-        "pin_parameters": True, "tp_gather_partition_size": 8,
+        "enabled": False,
+        "max_out_tokens": 512,
+        "inference_tp_size": 1,
+        "release_inference_cache": False,
+        "pin_parameters": True,
+        "tp_gather_partition_size": 8,
     },
-    "tensorboard": {"enabled": True, "output_path": "step1/ds_tensorboard_logs/", "job_name": "step1_model_tensorboard"},
+    "tensorboard": {
+        "enabled": True,
+        "output_path": "step1/ds_tensorboard_logs/",
+        "job_name": "step1_model_tensorboard",
+    },
     "data_types": {"grad_accum_dtype": "fp32"},
-}  # fmt: skip
+}
 BERT: dict[str, Any] = {
     "train_batch_size": 4096,
     "train_micro_batch_size_per_gpu": 16,
     "steps_per_print": 100,
     "prescale_gradients": False,
-    "optimizer": {"type": "Adam", "params": {"lr": 6e-3, "betas": [0.9, 0.99], "weight_decay": 0.01}},
+    "optimizer": {
+        "type": "Adam",
+        "params": {"lr": 6e-3, "betas": [0.9, 0.99], "weight_decay": 0.01},
+    },
     "scheduler": {
-        "type": "WarmupLR", "params": {"warmup_min_lr": 1e-8, "warmup_max_lr": 6e-3, "warmup_type": "linear"}
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 1e-8, "warmup_max_lr": 6e-3, "warmup_type": "linear"},
     },
     "gradient_clipping": 1.0,
     "wall_clock_breakdown": False,
     "fp16": {"enabled": True, "loss_scale": 0},
-    "sparse_attention": {"mode": "fixed", "block": 16, "different_layout_per_head": True, "num_local_blocks": 4},
-}  # fmt: skip
+    "sparse_attention": {
+        "mode": "fixed",
+        "block": 16,
+        "different_layout_per_head": True,
+        "num_local_blocks": 4,
+    },
+}
 MEGATRON: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
     "gradient_clipping": 1.0,
-    "zero_optimization": {"stage": 1, "elastic_checkpoint": False, "cpu_offload": False, "legacy_stage1": False},
+    "zero_optimization": {
+        "stage": 1,
+        "elastic_checkpoint": False,
+        "cpu_offload": False,
+        "legacy_stage1": False,
+    },
     "fp16": {
-        "enabled": True, "loss_scale": 1024, "loss_scale_window": 500, "hysteresis": 2, "initial_scale_power": 12
+        "enabled": True,
+        "loss_scale": 1024,
+        "loss_scale_window": 500,
+        "hysteresis": 2,
+        "initial_scale_power": 12,
     },
     "activation_checkpointing": {
-        "partition_activations": False, "cpu_checkpointing": True, "contiguous_memory_optimization": False,
+        "partition_activations": False,
+        "cpu_checkpointing": True,
+        "contiguous_memory_optimization": False,
         "synchronize_checkpoint_boundary": False,
     },
-    "data_efficiency": {"enabled": False, "data_sampling": {"num_workers": 0, "curriculum_learning": {"enabled": False}}},
+    "data_efficiency": {
+        "enabled": False,
+        "data_sampling": {"num_workers": 0, "curriculum_learning": {"enabled": False}},
+    },
     "curriculum_learning": {
-        "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 1024,
-        "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 15000, "difficulty_step": 8},
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": 8,
+        "max_difficulty": 1024,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 15000, "difficulty_step": 8},
     },
     "flops_profiler": {"enabled": False},
     "comms_logger": {"enabled": True, "verbose": False, "prof_all": True},
-    "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True},
+    "aio": {
+        "block_size": 1048576,
+        "queue_depth": 8,
+        "single_submit": False,
+        "overlap_events": True,
+    },
     "checkpoint": {"use_node_local_storage": True},
-}  # fmt: skip
+}
 AS_PEOPLE_HAVE_THEM = (ZERO_2_OFFLOAD, ZERO_3_AUTO, CHAT, BERT, MEGATRON)
 
 
@@ -983,10 +1258,18 @@ def test_configurations_as_people_have_them_load_or_say_which_keys_do_not() -> N
 
 @st.composite
 def parts(draw: st.DrawFn, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Some of the keys of a configuration, and in its blocks too; once in a while with another value."""
-    kept = draw(st.sets(st.sampled_from(sorted(source)), min_size=len(source) // 2)) if source else set()
+    """Some of the keys of a configuration, and in its blocks too; once in a while with
+    another value.
+    """
+    kept = (
+        draw(st.sets(st.sampled_from(sorted(source)), min_size=len(source) // 2))
+        if source
+        else set()
+    )
     part = {
-        key: draw(parts(source[key])) if isinstance(source[key], dict) else source[key] for key in source if key in kept
+        key: draw(parts(source[key])) if isinstance(source[key], dict) else source[key]
+        for key in source
+        if key in kept
     }
     if part and draw(st.integers(0, 9)) == 0:
         part[draw(st.sampled_from(sorted(part)))] = draw(json_values)
@@ -1003,7 +1286,10 @@ def paths(source: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def in_every_spelling(source: Mapping[str, Any], folder: Path) -> Iterator[Any]:
     """The same configuration as JSON, as Hjson, and as base64."""
     text = json.dumps(source)
-    for name, content in (("config.json", text), ("config.hjson", "# a comment\n" + hjson.dumps(source))):
+    for name, content in (
+        ("config.json", text),
+        ("config.hjson", "# a comment\n" + hjson.dumps(source)),
+    ):
         path = folder / name
         path.write_text(content)
         yield path
@@ -1028,7 +1314,8 @@ def test_a_part_of_a_configuration_loads_and_loads_again_the_same_or_every_line_
     assert all(Config.load(spelling) == cfg for spelling in in_every_spelling(written, folder))
     loaded = [Config.load(spelling) for spelling in in_every_spelling(source, folder)]
     assert all(
-        other == cfg and [note.key for note in other.notes] == [note.key for note in cfg.notes] for other in loaded
+        other == cfg and [note.key for note in other.notes] == [note.key for note in cfg.notes]
+        for other in loaded
     )
 
 
@@ -1067,46 +1354,117 @@ def test_every_key_that_stands_twice_gets_a_line(tmp_path: Path) -> None:
     ]
 
 
-# --- keys that are useless beside others -------------------------------------------------------------------------
+# --- keys that are useless beside others ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("source", "key", "reason", "mended"),
     [
-        (zero(stage=2, stage3_max_live_parameters=1), "zero_optimization.stage3_max_live_parameters",
-         "it is for stage 3, and the stage is 2", zero(stage=3)),
-        (zero(max_reuse_distance=1), "zero_optimization.stage3_max_reuse_distance",
-         "it is for stage 3, and the stage is 0", zero(stage=3)),
-        (zero(allgather_bucket_size=7), "zero_optimization.allgather_bucket_size",
-         "every rank updates all parameters in stage 0, and gathers none", zero(stage=1)),
-        (zero(round_robin_gradients=True), "zero_optimization.round_robin_gradients",
-         "nothing is divided in stage 0", zero(stage=1)),
-        ({"fp16": {"hysteresis": 4}}, "fp16.hysteresis", "no loss is scaled: fp16 is off", {"fp16": {"enabled": True}}),
-        ({"fp16": {"loss_scale": 4}}, "fp16.loss_scale", "no loss is scaled: fp16 is off",
-         {"torch_autocast": {"enabled": True, "dtype": "fp16"}}),
-        ({"fp16": {"enabled": True, "loss_scale": 8, "initial_scale_power": 4}}, "fp16.initial_scale_power",
-         "the scale is fixed: loss_scale is 8.0", {"fp16": {"loss_scale": 0}}),
-        ({"fp16": {"auto_cast": True}}, "fp16.auto_cast", "fp16 is off", {"fp16": {"enabled": True}}),
-        ({"bf16": {"check_grad_overflow": True}}, "bf16.check_grad_overflow", "bf16 is off", {"bf16": {"enabled": True}}),
-        ({"bfloat16": {"immediate_grad_update": True}}, "bfloat16.immediate_grad_update", "bf16 is off",
-         {"bfloat16": {"enabled": True}}),
-        ({"torch_autocast": {"dtype": "bf16"}}, "torch_autocast.dtype", "torch_autocast is off",
-         {"torch_autocast": {"enabled": True}}),
-        ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor",
-         "prescale_gradients divides by all ranks beforehand", {"prescale_gradients": False}),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing",
-         "nothing is checkpointed, unless make_train_step(checkpoint=...) says so",
-         {"activation_checkpointing": {"every": 1}}),
-        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 20}}},
-         "scheduler.params.warmup_num_steps", "the warmup does not end within total_num_steps, which is 10",
-         {"scheduler": {"params": {"total_num_steps": 20}}}),
-        (optimizer("Adam", lr=1.0) | {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}},
-         "optimizer.params.lr", "WarmupLR sets the rate: its warmup_max_lr is 0.5", optimizer("Adam", lr=0.5)),
-        (optimizer("Adam", lr=1.0) | {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9999}}},
-         "optimizer.params.lr", "WarmupDecayLR sets the rate: its warmup_max_lr is 0.001",
-         {"scheduler": {"params": {"warmup_max_lr": 1.0}}}),
+        (
+            zero(stage=2, stage3_max_live_parameters=1),
+            "zero_optimization.stage3_max_live_parameters",
+            "it is for stage 3, and the stage is 2",
+            zero(stage=3),
+        ),
+        (
+            zero(max_reuse_distance=1),
+            "zero_optimization.stage3_max_reuse_distance",
+            "it is for stage 3, and the stage is 0",
+            zero(stage=3),
+        ),
+        (
+            zero(allgather_bucket_size=7),
+            "zero_optimization.allgather_bucket_size",
+            "every rank updates all parameters in stage 0, and gathers none",
+            zero(stage=1),
+        ),
+        (
+            zero(round_robin_gradients=True),
+            "zero_optimization.round_robin_gradients",
+            "nothing is divided in stage 0",
+            zero(stage=1),
+        ),
+        (
+            {"fp16": {"hysteresis": 4}},
+            "fp16.hysteresis",
+            "no loss is scaled: fp16 is off",
+            {"fp16": {"enabled": True}},
+        ),
+        (
+            {"fp16": {"loss_scale": 4}},
+            "fp16.loss_scale",
+            "no loss is scaled: fp16 is off",
+            {"torch_autocast": {"enabled": True, "dtype": "fp16"}},
+        ),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 8, "initial_scale_power": 4}},
+            "fp16.initial_scale_power",
+            "the scale is fixed: loss_scale is 8.0",
+            {"fp16": {"loss_scale": 0}},
+        ),
+        (
+            {"fp16": {"auto_cast": True}},
+            "fp16.auto_cast",
+            "fp16 is off",
+            {"fp16": {"enabled": True}},
+        ),
+        (
+            {"bf16": {"check_grad_overflow": True}},
+            "bf16.check_grad_overflow",
+            "bf16 is off",
+            {"bf16": {"enabled": True}},
+        ),
+        (
+            {"bfloat16": {"immediate_grad_update": True}},
+            "bfloat16.immediate_grad_update",
+            "bf16 is off",
+            {"bfloat16": {"enabled": True}},
+        ),
+        (
+            {"torch_autocast": {"dtype": "bf16"}},
+            "torch_autocast.dtype",
+            "torch_autocast is off",
+            {"torch_autocast": {"enabled": True}},
+        ),
+        (
+            {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+            "gradient_predivide_factor",
+            "prescale_gradients divides by all ranks beforehand",
+            {"prescale_gradients": False},
+        ),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            "activation_checkpointing.cpu_checkpointing",
+            "nothing is checkpointed, unless make_train_step(checkpoint=...) says so",
+            {"activation_checkpointing": {"every": 1}},
+        ),
+        (
+            {
+                "scheduler": {
+                    "type": "WarmupDecayLR",
+                    "params": {"total_num_steps": 10, "warmup_num_steps": 20},
+                }
+            },
+            "scheduler.params.warmup_num_steps",
+            "the warmup does not end within total_num_steps, which is 10",
+            {"scheduler": {"params": {"total_num_steps": 20}}},
+        ),
+        (
+            optimizer("Adam", lr=1.0)
+            | {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}},
+            "optimizer.params.lr",
+            "WarmupLR sets the rate: its warmup_max_lr is 0.5",
+            optimizer("Adam", lr=0.5),
+        ),
+        (
+            optimizer("Adam", lr=1.0)
+            | {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9999}}},
+            "optimizer.params.lr",
+            "WarmupDecayLR sets the rate: its warmup_max_lr is 0.001",
+            {"scheduler": {"params": {"warmup_max_lr": 1.0}}},
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_key_that_is_useless_beside_another_is_reported_and_no_error(
     source: dict[str, Any], key: str, reason: str, mended: dict[str, Any]
 ) -> None:
@@ -1131,7 +1489,7 @@ def test_what_is_not_given_conflicts_with_nothing() -> None:
     assert Config().conflicts == () == Config.load(FULL).conflicts
 
 
-# --- optimizers of other kinds -----------------------------------------------------------------------------------
+# --- optimizers of other kinds --------------------------------------------------------------------
 
 
 def test_the_names_of_all_optimizers_are_read_in_any_case() -> None:
@@ -1145,32 +1503,49 @@ def test_the_names_of_all_optimizers_are_read_in_any_case() -> None:
 def test_a_class_of_torch_has_its_own_parameters_and_defaults() -> None:
     cfg = Config.load(optimizer("nadam", weight_decay=0.5, maximize=True, foreach=None))
     params = cfg.optimizer.params
-    assert (params.lr, params.betas, params.momentum_decay, params.maximize) == (2e-3, (0.9, 0.999), 4e-3, True)
+    assert (params.lr, params.betas, params.momentum_decay, params.maximize) == (
+        2e-3,
+        (0.9, 0.999),
+        4e-3,
+        True,
+    )
     assert refusal(optimizer("nadam", momentun_decay=0.1)) == (
         "optimizer.params.momentun_decay: unknown key; did you mean 'momentum_decay'?"
     )
-    assert refusal(optimizer("nadam", lr=-1)).startswith("optimizer.params.lr: must be greater than or equal to 0")
+    assert refusal(optimizer("nadam", lr=-1)).startswith(
+        "optimizer.params.lr: must be greater than or equal to 0"
+    )
     assert "NAdam: does not take a flat tensor" in refusal(optimizer("nadam", momentum_decay=-1))
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("lbfgs", "LBFGS: needs a closure"), ("SparseAdam", "does not support dense gradients")]
+    ("name", "reason"),
+    [("lbfgs", "LBFGS: needs a closure"), ("SparseAdam", "does not support dense gradients")],
 )
-def test_a_class_of_torch_that_cannot_work_on_shards_is_refused_with_the_reason(name: str, reason: str) -> None:
+def test_a_class_of_torch_that_cannot_work_on_shards_is_refused_with_the_reason(
+    name: str, reason: str
+) -> None:
     message = refusal(optimizer(name))
     assert message.startswith("optimizer: ") and reason in message
 
 
 def test_lamb_honours_what_adam_does_not() -> None:
-    assert Config.load(optimizer("Lamb", bias_correction=False)).optimizer.params.bias_correction is False
-    assert Config.load(optimizer("Lamb", bias_correction="auto")).optimizer.params.bias_correction is True
+    assert (
+        Config.load(optimizer("Lamb", bias_correction=False)).optimizer.params.bias_correction
+        is False
+    )
+    assert (
+        Config.load(optimizer("Lamb", bias_correction="auto")).optimizer.params.bias_correction
+        is True
+    )
     message = refusal(optimizer("Lamb", min_coeff=2.0, max_coeff=1.0))
     assert "min_coeff must be at most max_coeff, got 2.0 > 1.0" in message
 
 
 def test_parameters_of_different_kinds_go_different_ways() -> None:
     kinds = {
-        name: Config.load(optimizer(name)).optimizer.kind_of for name in ("AdamW", "Lamb", "Adafactor", "Muon", "Rprop")
+        name: Config.load(optimizer(name)).optimizer.kind_of
+        for name in ("AdamW", "Lamb", "Adafactor", "Muon", "Rprop")
     }
     shapes: dict[str, tuple[int, ...]] = {
         "h.w": (2, 3),
@@ -1186,7 +1561,9 @@ def test_parameters_of_different_kinds_go_different_ways() -> None:
         "Adafactor": ["matrix", "vector", "matrix", "matrix", "matrix"],
         "Muon": ["muon", "adam", "adam", "adam", "muon"],
     }
-    assert {name: [kind_of(*item) for item in shapes.items()] for name, kind_of in kinds.items()} == expected
+    assert {
+        name: [kind_of(*item) for item in shapes.items()] for name, kind_of in kinds.items()
+    } == expected
 
 
 def _after_two_updates(block: Any, **asked: Any) -> list[float]:
@@ -1195,10 +1572,15 @@ def _after_two_updates(block: Any, **asked: Any) -> list[float]:
     from fzero.optim import ShardContents
     from sharding.layout import FlatLayout
 
-    transform = block.transform(contents=ShardContents.whole(FlatLayout(("w",), ((2, 3),), 1)), **asked)
+    transform = block.transform(
+        contents=ShardContents.whole(FlatLayout(("w",), ((2, 3),), 1)), **asked
+    )
     param = torch.linspace(-1, 1, 6)
     state = transform.init(param)
-    for grad in (torch.tensor([1.0, 2.0, -1.0, 0.5, 3.0, 1.0]), torch.tensor([-3.0, 0.25, 1.0, 1.0, 2.0, -1.0])):
+    for grad in (
+        torch.tensor([1.0, 2.0, -1.0, 0.5, 3.0, 1.0]),
+        torch.tensor([-3.0, 0.25, 1.0, 1.0, 2.0, -1.0]),
+    ):
         _, param, state = transform.update(grad, param, state)
     return param.tolist()
 
@@ -1219,23 +1601,46 @@ def _after_two_updates(block: Any, **asked: Any) -> list[float]:
             },
         ),
         ("Lamb", "", {"min_coeff": 5.0}),
-        ("Adafactor", "matrix", {"lr": 0.5, "beta2_decay": -0.1, "eps": [2.0, 0.9], "weight_decay": 0.5}),
+        (
+            "Adafactor",
+            "matrix",
+            {"lr": 0.5, "beta2_decay": -0.1, "eps": [2.0, 0.9], "weight_decay": 0.5},
+        ),
         ("Adafactor", "matrix", {"d": 3.0, "lr": 0.5}),
         (
             "Muon",
             "muon",
-            {"lr": 0.5, "muon_lr": 0.25, "momentum": 0.5, "weight_decay": 0.5, "ns_steps": 2, "nesterov": False},
+            {
+                "lr": 0.5,
+                "muon_lr": 0.25,
+                "momentum": 0.5,
+                "weight_decay": 0.5,
+                "ns_steps": 2,
+                "nesterov": False,
+            },
         ),
-        ("Muon", "adam", {"lr": 0.5, "adam_lr": 0.25, "betas": [0.5, 0.5], "eps": 0.5, "weight_decay": 0.5}),
-        ("Adamax", "", {"lr": 0.5, "betas": [0.5, 0.5], "eps": 0.5, "weight_decay": 0.5, "maximize": True}),
+        (
+            "Muon",
+            "adam",
+            {"lr": 0.5, "adam_lr": 0.25, "betas": [0.5, 0.5], "eps": 0.5, "weight_decay": 0.5},
+        ),
+        (
+            "Adamax",
+            "",
+            {"lr": 0.5, "betas": [0.5, 0.5], "eps": 0.5, "weight_decay": 0.5, "maximize": True},
+        ),
     ],
 )
-def test_every_hyper_parameter_of_these_reaches_the_update(name: str, kind: str, params: dict[str, Any]) -> None:
+def test_every_hyper_parameter_of_these_reaches_the_update(
+    name: str, kind: str, params: dict[str, Any]
+) -> None:
     found = _after_two_updates(Config.load(optimizer(name, **params)).optimizer, kind=kind)
     for field in params:
         fewer = {key: value for key, value in params.items() if key != field}
         other = _after_two_updates(Config.load(optimizer(name, **fewer)).optimizer, kind=kind)
-        assert other != found or (field == "lr" and f"{kind}_lr" in params), f"{name}: {field} changes nothing"
+        assert other != found or (field == "lr" and f"{kind}_lr" in params), (
+            f"{name}: {field} changes nothing"
+        )
 
 
 def test_a_schedule_moves_the_rates_of_muon_in_proportion_and_the_first_beta_of_its_adam() -> None:
@@ -1245,10 +1650,16 @@ def test_a_schedule_moves_the_rates_of_muon_in_proportion_and_the_first_beta_of_
         assert _after_two_updates(both, kind=kind, lr=0.25) == _after_two_updates(halved, kind=kind)
     moved = Config.load(optimizer("Muon", betas=[0.5, 0.95])).optimizer
     still = Config.load(optimizer("Muon")).optimizer
-    assert _after_two_updates(still, kind="adam", momentum=0.5) == _after_two_updates(moved, kind="adam")
-    assert _after_two_updates(still, kind="muon", momentum=0.5) == _after_two_updates(moved, kind="muon")
+    assert _after_two_updates(still, kind="adam", momentum=0.5) == _after_two_updates(
+        moved, kind="adam"
+    )
+    assert _after_two_updates(still, kind="muon", momentum=0.5) == _after_two_updates(
+        moved, kind="muon"
+    )
     beta = Config.load(optimizer("Adamax", betas=[0.5, 0.999])).optimizer
-    assert _after_two_updates(Config.load(optimizer("Adamax")).optimizer, momentum=0.5) == _after_two_updates(beta)
+    assert _after_two_updates(
+        Config.load(optimizer("Adamax")).optimizer, momentum=0.5
+    ) == _after_two_updates(beta)
 
 
 def test_muons_adam_has_deepspeeds_rate_where_none_is_given() -> None:
@@ -1262,7 +1673,11 @@ def test_muons_adam_has_deepspeeds_rate_where_none_is_given() -> None:
 @pytest.mark.parametrize(
     ("name", "asked", "message"),
     [
-        ("Lamb", {}, "Lamb: looks at full parameters, so that its transform needs contents, got None"),
+        (
+            "Lamb",
+            {},
+            "Lamb: looks at full parameters, so that its transform needs contents, got None",
+        ),
         ("Adafactor", {}, "Adafactor: looks at full parameters"),
         ("Muon", {"kind": "muon"}, "Muon: looks at full parameters"),
         ("Muon", {}, "Muon: the kind of parameters must be 'muon' or 'adam', got ''"),
@@ -1277,22 +1692,29 @@ def test_a_transform_says_what_it_needs(name: str, asked: dict[str, Any], messag
 def test_a_groups_hyper_parameters_are_checked_as_the_configurations(name: str) -> None:
     block = Config.load(optimizer(name, weight_decay=0.25)).optimizer
     changed = with_overrides(block, {"lr": 0.5}, "param_groups[0]")
-    assert type(changed) is type(block) and (changed.params.lr, changed.params.weight_decay) == (0.5, 0.25)
+    assert type(changed) is type(block) and (changed.params.lr, changed.params.weight_decay) == (
+        0.5,
+        0.25,
+    )
     with pytest.raises(ConfigError, match=rf"param_groups\[0\].foo: .*; {name} has: lr, "):
         with_overrides(block, {"foo": 1}, "param_groups[0]")
 
 
 def test_a_value_that_only_the_class_itself_refuses_is_refused_in_a_group_too() -> None:
-    with pytest.raises(ConfigError, match=r"^param_groups\[0\]: .*Adamax: does not take .* Invalid epsilon"):
+    with pytest.raises(
+        ConfigError, match=r"^param_groups\[0\]: .*Adamax: does not take .* Invalid epsilon"
+    ):
         with_overrides(Config.load(optimizer("Adamax")).optimizer, {"eps": -1.0}, "param_groups[0]")
 
 
-# --- what is shown -----------------------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
 
 def test_the_reference_in_docs_is_the_models() -> None:
     page = Path(__file__).parents[2] / "docs" / "config.md"
-    assert page.read_text() == reference(), "make it anew: python -m fzero config --reference > docs/config.md"
+    assert page.read_text() == reference(), (
+        "make it anew: python -m fzero config --reference > docs/config.md"
+    )
 
 
 def blocks(block: Any) -> Iterator[Any]:
@@ -1332,7 +1754,11 @@ def test_the_command_shows_values_and_reasons_or_every_error(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "config.json"
-    given_keys = {"steps_per_print": 10, "wandb": {"enabled": True}, "fp16": {"enabled": False, "hysteresis": 3}}
+    given_keys = {
+        "steps_per_print": 10,
+        "wandb": {"enabled": True},
+        "fp16": {"enabled": False, "hysteresis": 3},
+    }
     path.write_text(json.dumps(SWITCHED_OFF | given_keys))
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConfigWarning)
@@ -1348,23 +1774,40 @@ def test_the_command_shows_values_and_reasons_or_every_error(
         r" +auto +auto +transformers. Trainer fills it in",
     ):
         assert re.search(row, shown), shown
-    assert "gradient_clipping" not in shown and re.search(r"\d+ other keys have their defaults; --defaults", shown)
-    assert shown.index("fp16.enabled") < shown.index("optimizer.type") < shown.index("wandb")  # in the file's order
+    assert "gradient_clipping" not in shown and re.search(
+        r"\d+ other keys have their defaults; --defaults", shown
+    )
+    # in the file's order
+    assert shown.index("fp16.enabled") < shown.index("optimizer.type") < shown.index("wandb")
     assert main(["config", str(path), "--defaults"]) == 0
     assert re.search(r"gradient_clipping +1\.0 +default", capsys.readouterr().out)
     path.write_text('{"zero_optimization": {"stage": 7}, "gradient_cliping": 1}')
     assert main(["config", str(path)]) == 1
     errors = capsys.readouterr().err
-    assert "zero_optimization.stage: must be 0, 1, 2 or 3" in errors and "did you mean 'gradient_clipping'" in errors
+    assert (
+        "zero_optimization.stage: must be 0, 1, 2 or 3" in errors
+        and "did you mean 'gradient_clipping'" in errors
+    )
 
 
 HF_FILE = {
-    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+    },
     "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
     "zero_optimization": {"stage": 2, "overlap_comm": True},
-    "gradient_clipping": "auto", "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
-}  # fmt: skip
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
 """A file of transformers' documentation, which its Trainer fills in."""
 
 
@@ -1377,10 +1820,18 @@ def test_a_file_for_the_trainer_has_no_conflicts_and_its_autos_are_explained_onc
     assert main(["config", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "conflict" not in shown
-    assert shown.count("the Trainer switches its block on") == 1 and shown.count("Trainer fills it in") == 1
+    assert (
+        shown.count("the Trainer switches its block on") == 1
+        and shown.count("Trainer fills it in") == 1
+    )
     assert len(re.findall(r" auto +auto", shown)) == 9
     path.write_text(
-        json.dumps({"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 2}})
+        json.dumps(
+            {
+                "zero_optimization": {"stage": 2},
+                "fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 2},
+            }
+        )
     )
     assert main(["config", str(path)]) == 0
     assert re.search(r"fp16\.hysteresis +2 +conflict +the scale is fixed", capsys.readouterr().out)
@@ -1408,11 +1859,20 @@ def test_tensor_parallelism_of_one_rank_is_off(size: int | None) -> None:
     assert Config.load({"tensor_parallel": {**block, "tp": {"tp_size": 1}}}) is not None
 
 
-def test_a_leading_tilde_of_every_path_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leading_tilde_of_every_path_is_the_home_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     offload = {"device": "nvme", "nvme_path": "~/fast"}
-    cfg = Config.load({"zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload}})
+    cfg = Config.load(
+        {"zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload}}
+    )
     assert cfg.zero_optimization.offload_optimizer.nvme_path == "/home/me/fast"
     assert cfg.zero_optimization.offload_param.nvme_path == "/home/me/fast"
-    keys = read_keys({"csv_monitor": {"output_path": "~/logs"}, "flops_profiler": {"output_file": "a/~/b"}})[1]
-    assert keys.csv_monitor.output_path == "/home/me/logs" and keys.flops_profiler.output_file == "a/~/b"
+    keys = read_keys(
+        {"csv_monitor": {"output_path": "~/logs"}, "flops_profiler": {"output_file": "a/~/b"}}
+    )[1]
+    assert (
+        keys.csv_monitor.output_path == "/home/me/logs"
+        and keys.flops_profiler.output_file == "a/~/b"
+    )

@@ -1,4 +1,6 @@
-"""Limits of keys, and learning rates of parameter groups, beside the real DeepSpeed, which runs in a process of its own."""
+"""Limits of keys, and learning rates of parameter groups, beside the real DeepSpeed,
+which runs in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not honour it yet")
-def test_every_number_of_the_zero_block_that_deepspeed_accepts_is_accepted(theirs: dict[str, Any]) -> None:
-    """A key without effect here is accepted with any number; a key that has one, exactly where DeepSpeed accepts it."""
+def test_every_number_of_the_zero_block_that_deepspeed_accepts_is_accepted(
+    theirs: dict[str, Any],
+) -> None:
+    """A key without effect here is accepted with any number; a key that has one,
+    exactly where DeepSpeed accepts it.
+    """
     wrong: list[Any] = []
     for block, key, value, is_accepted in theirs["accepted"]:
         inner = {key: value} if not block else {block: {"device": "cpu", key: value}}
@@ -51,12 +57,20 @@ def test_configured_schedules_give_every_group_deepspeed_s_rates(theirs: dict[st
             "optimizer": {"type": "AdamW", "params": {"lr": 0.7}},
             "scheduler": {"type": name, "params": params},
         }
-        _, optimizer, _, scheduler = fzero.initialize(model=model, model_parameters=groups, config=cfg)
+        _, optimizer, _, scheduler = fzero.initialize(
+            model=model, model_parameters=groups, config=cfg
+        )
         found = []
         for _ in expected:
             found.append([group["lr"] for group in optimizer.param_groups])
             scheduler.step()
-        assert found == [pytest.approx(row, rel=1e-12, abs=1e-15) for row in expected], (name, params, lrs)
+        assert found == [pytest.approx(row, rel=1e-12, abs=1e-15) for row in expected], (
+            name,
+            params,
+            lrs,
+        )
         if len(lrs) == 1:
             rate = fzero.Config.load(cfg).scheduler.for_groups(1)[0].rate(lrs[0])
-            assert [rate(n) for n in range(20)] == [pytest.approx(row[0], rel=1e-12, abs=1e-15) for row in expected]
+            assert [rate(n) for n in range(20)] == [
+                pytest.approx(row[0], rel=1e-12, abs=1e-15) for row in expected
+            ]

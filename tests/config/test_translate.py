@@ -1,4 +1,6 @@
-"""Translations: the file for FSDP2 trains as fzero does; files of accelerate become configurations; what has none is named."""
+"""Translations: the file for FSDP2 trains as fzero does; files of accelerate become
+configurations; what has none is named.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def _trained(stage: int) -> tuple[list[float], list[float]]:
         return (model(x) - x).square().mean()
 
     rank = torch.distributed.get_rank()
-    batches = [torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(n))[rank] for n in range(4)]
+    batches = [
+        torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(n))[rank] for n in range(4)
+    ]
     theirs, found = model(), list[float]()
     optimizer = names["prepare"](theirs, [theirs[0], theirs[2]], "cpu")
     for batch in batches:
@@ -66,7 +70,9 @@ def test_auto_is_left_out_of_the_file_and_named() -> None:
     (line,) = re.findall(r"^# left out, .*$", text, re.MULTILINE)
     assert "gradient_clipping, optimizer.params.lr, optimizer.params.weight_decay" in line
     code = text.replace(line, "")
-    assert "auto" not in code and "clip_grad_norm_" not in code and "AdamW(model.parameters()" in code
+    assert (
+        "auto" not in code and "clip_grad_norm_" not in code and "AdamW(model.parameters()" in code
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,23 +86,36 @@ def test_auto_is_left_out_of_the_file_and_named() -> None:
         ),
     ],
 )
-def test_the_arguments_of_a_trainer_are_read_with_their_block(arguments: dict[str, Any], zero: dict[str, Any]) -> None:
+def test_the_arguments_of_a_trainer_are_read_with_their_block(
+    arguments: dict[str, Any], zero: dict[str, Any]
+) -> None:
     made, left = from_fsdp2(arguments)
     found = made["zero_optimization"]
-    assert {key: value for key, value in found.items() if key != "offload_optimizer"} == zero and left == []
+    assert {
+        key: value for key, value in found.items() if key != "offload_optimizer"
+    } == zero and left == []
 
 
 def test_a_key_without_a_counterpart_is_named_in_the_file() -> None:
     offload = {"device": "cpu", "pin_memory": True}
     zero = {"stage": 2, "zero_hpz_partition_size": 2, "offload_optimizer": {"device": "cpu"}}
     text = to_fsdp2(
-        ShownConfig.load(CONFIG | {"zero_optimization": zero | {"stage": 3}, "bf16": {"enabled": True}}), "x.json"
+        ShownConfig.load(
+            CONFIG | {"zero_optimization": zero | {"stage": 3}, "bf16": {"enabled": True}}
+        ),
+        "x.json",
     )
     assert "# not translated: zero_optimization.zero_hpz_partition_size = 2" in text
     assert "# not translated: zero_optimization.offload_optimizer.device = cpu" in text
     assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)" in text
-    assert "torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.1)" in text
-    text = to_fsdp2(ShownConfig.load(CONFIG | {"zero_optimization": {"stage": 3, "offload_param": offload}}), "x.json")
+    assert (
+        "torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.999), eps=1e-08, "
+        "weight_decay=0.1)" in text
+    )
+    text = to_fsdp2(
+        ShownConfig.load(CONFIG | {"zero_optimization": {"stage": 3, "offload_param": offload}}),
+        "x.json",
+    )
     assert "CPUOffloadPolicy(pin_memory=True)" in text and "not translated" not in text
 
 
@@ -105,7 +124,10 @@ def test_a_key_without_a_counterpart_is_named_in_the_file() -> None:
     [
         ({"zero_optimization": {"stage": 1}}, "FSDP2 has stages 2 and 3, got 1"),
         ({"fp16": {"enabled": True}}, "neither scales a loss"),
-        ({"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}, "optimizer.type: must be one of Adam"),
+        (
+            {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
+            "optimizer.type: must be one of Adam",
+        ),
     ],
 )
 def test_what_fsdp2_has_not_is_refused(change: dict[str, Any], message: str) -> None:
@@ -135,7 +157,12 @@ def test_an_unknown_key_is_left_and_an_unknown_strategy_refused() -> None:
     with pytest.raises(ConfigError, match=r"distributed_type: must be FSDP.*got 'TPU'"):
         from_accelerate({"distributed_type": "TPU"})
     with pytest.raises(ConfigError, match="pass that file"):
-        from_accelerate({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}})
+        from_accelerate(
+            {
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {"deepspeed_config_file": "ds.json"},
+            }
+        )
 
 
 YAML = """
@@ -162,7 +189,12 @@ def test_the_command_translates_a_file_and_names_what_is_left(
     printed = capsys.readouterr()
     cfg = Config.load(json.loads(printed.out))
     zero = cfg.zero_optimization
-    assert (zero.stage, cfg.bf16.enabled, cfg.gradient_accumulation_steps, cfg.gradient_clipping) == (3, True, 4, 1.0)
+    assert (
+        zero.stage,
+        cfg.bf16.enabled,
+        cfg.gradient_accumulation_steps,
+        cfg.gradient_clipping,
+    ) == (3, True, 4, 1.0)
     assert zero.offload_optimizer is not None and zero.offload_param is None
     assert printed.err == "not translated: of_tomorrow = 1\n"
     (tmp_path / "c.json").write_text(json.dumps(CONFIG))
@@ -173,9 +205,13 @@ def test_the_command_translates_a_file_and_names_what_is_left(
 def test_a_class_of_transformers_takes_sizes() -> None:
     from fzero.estimation.models import ModelError, named
 
-    small = named("LlamaForCausalLM,num_hidden_layers=2,hidden_size=64,intermediate_size=128,vocab_size=100")
+    small = named(
+        "LlamaForCausalLM,num_hidden_layers=2,hidden_size=64,intermediate_size=128,vocab_size=100"
+    )
     assert small.model.config.num_hidden_layers == 2 and small.num_params < 1e6  # type: ignore[union-attr]
-    with pytest.raises(ModelError, match=r"'num_hiden_layers' must be.*of LlamaConfig.*did you mean num_hidden"):
+    with pytest.raises(
+        ModelError, match=r"'num_hiden_layers' must be.*of LlamaConfig.*did you mean num_hidden"
+    ):
         named("LlamaForCausalLM,num_hiden_layers=2")
 
 
@@ -185,11 +221,21 @@ def test_a_class_of_transformers_takes_sizes() -> None:
         ("a.yaml", b"\xff\xfe\x00", "accelerate", "a.yaml is not YAML"),
         ("a.yaml", b"a: [1", "accelerate", "a.yaml is not YAML"),
         ("fsdp.py", b"import torch", "fsdp2", "fsdp.py is not JSON"),
-        ("ds.json", b'{"zero_optimization": {"stage": 3}}', "accelerate", "distributed_type: must be FSDP.*got 'None'"),
+        (
+            "ds.json",
+            b'{"zero_optimization": {"stage": 3}}',
+            "accelerate",
+            "distributed_type: must be FSDP.*got 'None'",
+        ),
     ],
 )
 def test_a_file_of_another_kind_is_named(
-    name: str, content: bytes, source: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    content: bytes,
+    source: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A configuration of DeepSpeed, for one, must not become one without ZeRO."""
     (tmp_path / name).write_bytes(content)

@@ -1,4 +1,6 @@
-"""Analyzers and batches by tokens: every sample measured once by any number of workers, and rates that follow batches."""
+"""Analyzers and batches by tokens: every sample measured once by any number of workers,
+and rates that follow batches.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,13 @@ import fzero
 from fzero.config.config import ConfigError
 from fzero.data import analyze, batches_by_tokens, read_metric, scaled_rate
 from fzero.data.index_files import read_rows
-from fzero.deepspeed.runtime.data_pipeline.data_sampling import variable_batch_size_and_lr as variable
-from fzero.deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer, DistributedDataAnalyzer
+from fzero.deepspeed.runtime.data_pipeline.data_sampling import (
+    variable_batch_size_and_lr as variable,
+)
+from fzero.deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import (
+    DataAnalyzer,
+    DistributedDataAnalyzer,
+)
 from fzero.deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 
 VALUES = [(index * 37) % 11 for index in range(50)]
@@ -39,13 +46,16 @@ def test_every_sample_is_measured_once_and_progress_is_reported(workers: int) ->
         "progress": lambda done, of: reported.append((done, of)),
     }
     found = analyze(VALUES, functions, **how)  # type: ignore[arg-type]
-    assert found["mod"].of_each_sample().tolist() == VALUES and found["odd"].up_to(0) == sum(v % 2 == 0 for v in VALUES)
+    assert found["mod"].of_each_sample().tolist() == VALUES and found["odd"].up_to(0) == sum(
+        v % 2 == 0 for v in VALUES
+    )
     assert reported == [(min(50, 8 * (i + 1)), 50) for i in range(7)]
 
 
 def test_a_metric_that_counts_something_else_is_named() -> None:
     with pytest.raises(
-        ValueError, match="metric 'mod' must give one whole number for each of the 8 samples of a batch"
+        ValueError,
+        match="metric 'mod' must give one whole number for each of the 8 samples of a batch",
     ):
         analyze(VALUES, {"mod": lambda batch: batch[:2]}, batch_size=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"got float32 of shape \(8,\)"):
@@ -55,35 +65,64 @@ def test_a_metric_that_counts_something_else_is_named() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_analyzer_of_several_workers_writes_one_set_of_files(tmp_path: Path, workers: int) -> None:
+def test_the_analyzer_of_several_workers_writes_one_set_of_files(
+    tmp_path: Path, workers: int
+) -> None:
     for worker in range(workers):
-        analyzer = DataAnalyzer(VALUES, workers, worker, batch_size=8, save_path=tmp_path, **METRICS)  # type: ignore[arg-type]
+        analyzer = DataAnalyzer(
+            VALUES, workers, worker, batch_size=8, save_path=tmp_path, **METRICS
+        )  # type: ignore[arg-type]
         analyzer.run_map()
     analyzer.run_reduce()
     base = tmp_path / "mod" / "mod"
-    assert read_metric(f"{base}_index_to_sample", f"{base}_index_to_metric").of_each_sample().tolist() == VALUES
+    assert (
+        read_metric(f"{base}_index_to_sample", f"{base}_index_to_metric").of_each_sample().tolist()
+        == VALUES
+    )
     assert read_rows(f"{base}_sample_to_metric").values.tolist() == VALUES
     total = read_rows(tmp_path / "total" / "total_metric_value").row(0).tolist()
-    assert total[0] == sum(VALUES) and (workers > 1 or total[1] == sum(max(VALUES[i : i + 8]) for i in range(0, 50, 8)))
+    assert total[0] == sum(VALUES) and (
+        workers > 1 or total[1] == sum(max(VALUES[i : i + 8]) for i in range(0, 50, 8))
+    )
 
 
 def test_samples_have_the_numbers_that_a_batch_or_the_script_gives_them(tmp_path: Path) -> None:
-    data = [{"index": torch.tensor([49 - i]), "value": torch.tensor(VALUES[49 - i])} for i in range(50)]
-    how: dict[str, Any] = {"metric_names": ["mod"], "metric_types": ["single_value_per_sample"], "batch_size": 7}
-    analyzer = DataAnalyzer(data, save_path=tmp_path / "one", metric_functions=[lambda batch: batch["value"]], **how)  # type: ignore[arg-type]
+    data = [
+        {"index": torch.tensor([49 - i]), "value": torch.tensor(VALUES[49 - i])} for i in range(50)
+    ]
+    how: dict[str, Any] = {
+        "metric_names": ["mod"],
+        "metric_types": ["single_value_per_sample"],
+        "batch_size": 7,
+    }
+    analyzer = DataAnalyzer(
+        data, save_path=tmp_path / "one", metric_functions=[lambda batch: batch["value"]], **how
+    )  # type: ignore[arg-type]
     analyzer.run_map_reduce()
     own = list(range(49, -1, -1))
     again = DataAnalyzer(
-        VALUES[::-1], save_path=tmp_path / "two", sample_indices=own, metric_functions=[torch.as_tensor], **how
+        VALUES[::-1],
+        save_path=tmp_path / "two",
+        sample_indices=own,
+        metric_functions=[torch.as_tensor],
+        **how,
     )  # type: ignore[arg-type]
     again.run_map_reduce()
     for folder in ("one", "two"):
         base = tmp_path / folder / "mod" / "mod"
-        assert read_metric(f"{base}_index_to_sample", f"{base}_index_to_metric").of_each_sample().tolist() == VALUES
+        assert (
+            read_metric(f"{base}_index_to_sample", f"{base}_index_to_metric")
+            .of_each_sample()
+            .tolist()
+            == VALUES
+        )
     with pytest.raises(ConfigError, match="custom functions must be left out"):
         DataAnalyzer(VALUES, custom_reduce=print)  # type: ignore[arg-type]
     for keys, message in (
-        ({"metric_names": ["a"]}, "for each metric, got metric_names 1, metric_functions 0, metric_types 0"),
+        (
+            {"metric_names": ["a"]},
+            "for each metric, got metric_names 1, metric_functions 0, metric_types 0",
+        ),
         ({"worker_id": 2, "num_workers": 2}, "worker_id must be of 0 … 1, got 2"),
         ({"dataset": []}, "the dataset must have samples"),
     ):
@@ -93,7 +132,9 @@ def test_samples_have_the_numbers_that_a_batch_or_the_script_gives_them(tmp_path
 
 def _analyzed(folder: Path) -> None:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    DistributedDataAnalyzer(VALUES, world, worker_id=rank, batch_size=8, save_path=folder, **METRICS).run_map_reduce()  # type: ignore[arg-type]
+    DistributedDataAnalyzer(
+        VALUES, world, worker_id=rank, batch_size=8, save_path=folder, **METRICS
+    ).run_map_reduce()  # type: ignore[arg-type]
 
 
 def _analyzed_by_two(folder: Path) -> None:
@@ -114,7 +155,7 @@ def test_the_analyzer_of_all_ranks_writes_the_same_files(tmp_path: Path, ranks: 
     assert read_rows(tmp_path / "mod" / "mod_sample_to_metric").values.tolist() == VALUES
 
 
-# --- batches by tokens ---------------------------------------------------------------------------------------------------
+# --- batches by tokens ----------------------------------------------------------------------------
 
 
 @given(
@@ -128,7 +169,9 @@ def test_batches_hold_each_sample_at_most_once_within_their_tokens(
     lengths: list[int], most: int, num_parts: int, same_size: bool, order: Any
 ) -> None:
     try:
-        batches = batches_by_tokens(lengths, most, num_parts=num_parts, same_size=same_size, order=order, seed=3)
+        batches = batches_by_tokens(
+            lengths, most, num_parts=num_parts, same_size=same_size, order=order, seed=3
+        )
     except ValueError:
         assert sum(lengths) <= num_parts * most  # too few for one batch
         return
@@ -154,7 +197,12 @@ def test_what_no_batch_can_hold_is_said() -> None:
 
 
 def test_an_engine_s_rates_follow_the_samples_of_its_batches(tmp_path: Path) -> None:
-    block = {"enabled": True, "max_tokens": 10, "metrics_path": str(tmp_path), "lr_scaling_method": "sqrt"}
+    block = {
+        "enabled": True,
+        "max_tokens": 10,
+        "metrics_path": str(tmp_path),
+        "lr_scaling_method": "sqrt",
+    }
     efficiency = {"enabled": True, "data_sampling": {"enabled": True, "dynamic_batching": block}}
     keys = {"optimizer": ADAM, "train_micro_batch_size_per_gpu": 1, "data_efficiency": efficiency}
     engine = fzero.initialize(model=make(Net), config={**keys, "gradient_accumulation_steps": 2})[0]
@@ -162,7 +210,10 @@ def test_an_engine_s_rates_follow_the_samples_of_its_batches(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="batch_seqlens_fn: is required"):
         make_both(Samples(), engine)
     collate: Any = torch.utils.data.default_collate
-    how: dict[str, Any] = {"dataloader_collate_fn": collate, "batch_seqlens_fn": lambda batch: 1 + batch[1] % 5}
+    how: dict[str, Any] = {
+        "dataloader_collate_fn": collate,
+        "batch_seqlens_fn": lambda batch: 1 + batch[1] % 5,
+    }
     loader, engine.lr_scheduler, _ = make_both(Samples(), engine, **how)
     batches = batches_by_tokens([1 + i % 5 for i in range(SAMPLES)], 10, num_parts=2)
     stream = iter(loader)
@@ -172,7 +223,9 @@ def test_an_engine_s_rates_follow_the_samples_of_its_batches(tmp_path: Path) -> 
             x, index = next(stream)
             drawn += index.tolist()
             engine.backward(engine(x))
-            assert engine.get_lr() == [pytest.approx(1e-2 * (batch.num_samples / 2) ** 0.5, rel=1e-12)]
+            assert engine.get_lr() == [
+                pytest.approx(1e-2 * (batch.num_samples / 2) ** 0.5, rel=1e-12)
+            ]
             engine.step()
         assert drawn == [i for part in batch.parts for i in part]
     assert np.isclose(float(engine.metrics.lr), 1e-2 * (batches[-1].num_samples / 2) ** 0.5)

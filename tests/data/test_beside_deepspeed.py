@@ -1,4 +1,6 @@
-"""Schedules, counters and files beside the real DeepSpeed, which runs in a process of its own."""
+"""Schedules, counters and files beside the real DeepSpeed, which runs in a process of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,15 @@ from deepspeed_data import CURRICULA, LENGTHS, LTD, STEPS, VALUES, curriculum
 
 from fzero.data import Metric, read_metric, write_metric
 from fzero.data.index_files import read_rows
-from fzero.deepspeed.engine.data_schedulers import CurriculumScheduler, ProgressiveLayerDrop, RandomLTDScheduler
+from fzero.deepspeed.engine.data_schedulers import (
+    CurriculumScheduler,
+    ProgressiveLayerDrop,
+    RandomLTDScheduler,
+)
 from fzero.deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer
-from fzero.deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import batch_by_seqlens
+from fzero.deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import (
+    batch_by_seqlens,
+)
 
 pytestmark = pytest.mark.long
 OWN = np.array([5, 300, 5, 7, 7, 7, 0])
@@ -65,7 +73,10 @@ def test_theta_is_deepspeed_s(theirs: dict[str, Any]) -> None:
 def test_deepspeed_reads_our_files(theirs: dict[str, Any]) -> None:
     assert theirs["rows"]["seqlen_index_to_sample"] == ["uint8", [[6], [0, 2], [3, 4, 5], [1]]]
     assert theirs["rows"]["seqlen_index_to_metric"] == ["uint16", [[0], [5], [7], [300]]]
-    assert theirs["rows"]["seqlen_sample_to_metric"] == ["uint16", [[value] for value in OWN.tolist()]]
+    assert theirs["rows"]["seqlen_sample_to_metric"] == [
+        "uint16",
+        [[value] for value in OWN.tolist()],
+    ]
 
 
 def test_files_of_deepspeed_s_analyzer_are_read_and_ours_have_their_bytes(folder: Path) -> None:
@@ -73,31 +84,60 @@ def test_files_of_deepspeed_s_analyzer_are_read_and_ours_have_their_bytes(folder
     found = read_metric(f"{base}_index_to_sample", f"{base}_index_to_metric")
     assert found.of_each_sample().tolist() == VALUES
     ours = write_metric(folder / "again", "mod", Metric.of(VALUES))
-    for ending in ("sample_to_metric", "index_to_metric", "index_to_sample", "index_to_sample_percentile_merged"):
-        assert Path(f"{base}_{ending}.bin").read_bytes() == Path(f"{ours}_{ending}.bin").read_bytes()
+    for ending in (
+        "sample_to_metric",
+        "index_to_metric",
+        "index_to_sample",
+        "index_to_sample_percentile_merged",
+    ):
+        assert (
+            Path(f"{base}_{ending}.bin").read_bytes() == Path(f"{ours}_{ending}.bin").read_bytes()
+        )
         one, two = read_rows(f"{base}_{ending}"), read_rows(f"{ours}_{ending}")
         assert one.sizes.tolist() == two.sizes.tolist() and one.values.dtype == two.values.dtype
 
 
 def test_batches_by_tokens_are_deepspeed_s_but_for_the_last_sample(theirs: dict[str, Any]) -> None:
-    """DeepSpeed 0.19 never uses the last sample; among those before it the batches are equal."""
+    """DeepSpeed 0.19 never uses the last sample; among those before it the batches are
+    equal.
+    """
     order = sorted(range(len(LENGTHS)), key=lambda index: (LENGTHS[index], index))
     parts, sizes, longest = batch_by_seqlens(LENGTHS, 64, order[:-1], effective_batch_size=2)
     theirs_parts, theirs_sizes, theirs_longest = theirs["packed"]
     num = min(len(sizes), len(theirs_sizes))
-    assert num > 5 and [[number, ids] for number, ids in parts][: 2 * num - 2] == theirs_parts[: 2 * num - 2]
-    assert sizes[: num - 1] == theirs_sizes[: num - 1] and longest[: num - 1] == theirs_longest[: num - 1]
+    assert (
+        num > 5
+        and [[number, ids] for number, ids in parts][: 2 * num - 2] == theirs_parts[: 2 * num - 2]
+    )
+    assert (
+        sizes[: num - 1] == theirs_sizes[: num - 1]
+        and longest[: num - 1] == theirs_longest[: num - 1]
+    )
 
 
 def test_the_analyzer_writes_deepspeed_s_bytes(folder: Path) -> None:
     analyzer = DataAnalyzer(
-        VALUES, 2, batch_size=5, metric_names=["mod", "total"],  # type: ignore[arg-type]
-        metric_functions=[torch.as_tensor, lambda batch: torch.stack([batch.sum(), batch.square().sum()])],
-        metric_types=["single_value_per_sample", "accumulate_value_over_samples"], save_path=folder / "analyzed",
-    )  # fmt: skip
+        VALUES,
+        2,
+        batch_size=5,
+        metric_names=["mod", "total"],  # type: ignore[arg-type]
+        metric_functions=[
+            torch.as_tensor,
+            lambda batch: torch.stack([batch.sum(), batch.square().sum()]),
+        ],
+        metric_types=["single_value_per_sample", "accumulate_value_over_samples"],
+        save_path=folder / "analyzed",
+    )
     for analyzer.worker_id in (1, 0):
         analyzer.run_map()
     analyzer.run_reduce()
-    endings = ("sample_to_metric", "index_to_metric", "index_to_sample", "index_to_sample_percentile_merged")
+    endings = (
+        "sample_to_metric",
+        "index_to_metric",
+        "index_to_sample",
+        "index_to_sample_percentile_merged",
+    )
     for name in (*(f"mod/mod_{ending}.bin" for ending in endings), "total/total_metric_value.bin"):
-        assert (folder / "theirs" / name).read_bytes() == (folder / "analyzed" / name).read_bytes(), name
+        assert (folder / "theirs" / name).read_bytes() == (
+            folder / "analyzed" / name
+        ).read_bytes(), name

@@ -1,4 +1,6 @@
-"""Random layer-token dropping through the engine, under DeepSpeed's names, and in models of Transformers."""
+"""Random layer-token dropping through the engine, under DeepSpeed's names, and in
+models of Transformers.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,27 @@ from training import make
 import fzero
 from fzero.config.config import ConfigError, ConfigWarning
 from fzero.data import RandomLTD, fixed_linear, theta
-from fzero.deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd, save_without_random_ltd
+from fzero.deepspeed.runtime.data_pipeline.data_routing.helper import (
+    convert_to_random_ltd,
+    save_without_random_ltd,
+)
 
 BLOCK = {
-    "enabled": True, "total_layer_num": 4, "random_ltd_layer_num": 2, "random_ltd_layer_id": [2, 1], "model_mask_name": "mask",
-    "model_type": "decoder", "hidden_state_order": "batch_seq_dim", "layer_token_lr_schedule": {"enabled": False},
-    "random_ltd_schedule": {"min_value": 2, "max_value": 8, "schedule_type": "fixed_linear",
-                            "schedule_config": {"require_steps": 4, "seq_per_step": 2}},
-}  # fmt: skip
+    "enabled": True,
+    "total_layer_num": 4,
+    "random_ltd_layer_num": 2,
+    "random_ltd_layer_id": [2, 1],
+    "model_mask_name": "mask",
+    "model_type": "decoder",
+    "hidden_state_order": "batch_seq_dim",
+    "layer_token_lr_schedule": {"enabled": False},
+    "random_ltd_schedule": {
+        "min_value": 2,
+        "max_value": 8,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 4, "seq_per_step": 2},
+    },
+}
 
 
 def settings(stage: int, **block: Any) -> dict[str, Any]:
@@ -38,7 +53,9 @@ def settings(stage: int, **block: Any) -> dict[str, Any]:
 
 
 def engine_of(stage: int = 0, **block: Any) -> Any:
-    return convert_to_random_ltd(fzero.initialize(model=make(Net), config=settings(stage, **block))[0], Layer)
+    return convert_to_random_ltd(
+        fzero.initialize(model=make(Net), config=settings(stage, **block))[0], Layer
+    )
 
 
 def run(engine: Any, first: int, last: int) -> list[float]:
@@ -55,7 +72,11 @@ def test_an_engine_trains_as_the_step_and_counts_layer_tokens() -> None:
     engine = engine_of()
     assert run(engine, 0, 6) == trained()
     scheduler = engine.random_ltd_scheduler
-    assert engine.random_ltd_enabled() and scheduler.get_random_ltd_layer_num() == 2 and scheduler.model_layer_num == 4
+    assert (
+        engine.random_ltd_enabled()
+        and scheduler.get_random_ltd_layer_num() == 2
+        and scheduler.model_layer_num == 4
+    )
     kept = [2, 2, 4, 6, 8, 8]
     assert scheduler.get_current_seq() == 8
     assert scheduler.state["consumed_layer_tokens"] == sum(BATCH * (r * 2 + 8 * 2) for r in kept)
@@ -83,7 +104,9 @@ def test_the_batch_of_all_ranks_decides(ranks: RankPool) -> None:
 
 
 def test_an_overflow_counts_for_curricula_and_not_for_kept_tokens() -> None:
-    """DeepSpeed's `global_steps` counts skipped steps; a state's counter of updates does not."""
+    """DeepSpeed's `global_steps` counts skipped steps; a state's counter of updates
+    does not.
+    """
     keys = settings(0) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}
     keys |= {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1}}
     engine = convert_to_random_ltd(fzero.initialize(model=make(Net), config=keys)[0], Layer)
@@ -102,15 +125,20 @@ def test_what_is_forgotten_or_wrong_is_said() -> None:
     engine = fzero.initialize(model=make(Net), config=settings(0))[0]
     with pytest.warns(ConfigWarning, match="because convert_to_random_ltd was not called"):
         engine(tokens(0))
-    with pytest.raises(ConfigError, match="must be of 0 … 3, the positions among the 4 modules of Layer, got 11"):
+    with pytest.raises(
+        ConfigError, match="must be of 0 … 3, the positions among the 4 modules of Layer, got 11"
+    ):
         engine_of(random_ltd_layer_id=[1, 11])
     with pytest.raises(
-        ConfigError, match="random_ltd_layer_num: must be the number of layers in random_ltd_layer_id, 2, got 3"
+        ConfigError,
+        match="random_ltd_layer_num: must be the number of layers in random_ltd_layer_id, 2, got 3",
     ):
         engine_of(random_ltd_layer_num=3)
     with pytest.raises(ConfigError, match=r"layer_token_lr_schedule\.enabled: must be false"):
         engine_of(layer_token_lr_schedule={"enabled": True})
-    with pytest.warns(ConfigWarning, match="no multiple of seq_per_step 4, so that 0 tokens are kept at first"):
+    with pytest.warns(
+        ConfigWarning, match="no multiple of seq_per_step 4, so that 0 tokens are kept at first"
+    ):
         numbers = {"require_steps": 2, "seq_per_step": 4}
         engine_of(random_ltd_schedule={"min_value": 2, "max_value": 8, "schedule_config": numbers})
     with pytest.raises(ConfigError, match="min_value: must be at most max_value, 8, got 9"):
@@ -124,7 +152,9 @@ def test_what_is_forgotten_or_wrong_is_said() -> None:
     with pytest.raises(ConfigError, match="model must be the engine, got Net"):
         convert_to_random_ltd(net(None), Layer)  # type: ignore[arg-type]
     plain = fzero.initialize(model=make(Net), config={"optimizer": SGD})[0]
-    with pytest.raises(ConfigError, match="needs data_efficiency, data_routing and random_ltd enabled"):
+    with pytest.raises(
+        ConfigError, match="needs data_efficiency, data_routing and random_ltd enabled"
+    ):
         convert_to_random_ltd(plain, Layer)
 
 
@@ -137,13 +167,20 @@ def test_a_backward_through_several_forwards_that_runs_layers_again_says_so() ->
         engine.backward(engine(tokens(0)) + engine(tokens(1)))
 
 
-# --- models of Transformers ----------------------------------------------------------------------------------------------
+# --- models of Transformers -----------------------------------------------------------------------
 
 
 def _gpt2() -> Any:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        vocab_size=31, n_positions=16, n_embd=16, n_layer=3, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=31,
+        n_positions=16,
+        n_embd=16,
+        n_layer=3,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     return transformers.GPT2LMHeadModel(config), transformers.models.gpt2.modeling_gpt2.GPT2Block
 
@@ -151,10 +188,16 @@ def _gpt2() -> Any:
 def _llama() -> Any:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
         max_position_embeddings=16,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config), transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    )
+    return transformers.LlamaForCausalLM(
+        config
+    ), transformers.models.llama.modeling_llama.LlamaDecoderLayer
 
 
 @pytest.mark.long

@@ -1,4 +1,6 @@
-"""Samplers: admission, equal use, resumption on any number of ranks; and the files of metrics."""
+"""Samplers: admission, equal use, resumption on any number of ranks; and the files of
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_permutations_are_bijections(num: int, seed: int, epoch: int) -> None:
 
 
 def test_permutations_of_one_size_are_all_about_equally_likely() -> None:
-    """24 permutations of 4 elements, 4,800 keys: 200 each, within five standard deviations."""
+    """24 permutations of 4 elements, 4,800 keys: 200 each, within five standard
+    deviations.
+    """
     counts = Counter(tuple(permuted(np.arange(4), 4, seed, 0).tolist()) for seed in range(4800))
     assert len(counts) == 24 and all(abs(count - 200) < 5 * 200**0.5 for count in counts.values())
 
@@ -81,7 +85,9 @@ def test_percentiles_admit_their_share_and_the_last_one_all() -> None:
 def test_each_admitted_sample_is_taken_equally_often_within_an_epoch_of_a_level(two: bool) -> None:
     chosen, size, levels = sampler(two=two), 6, {}
     for batch in range(60):
-        levels.setdefault(tuple(chosen.difficulties(batch).values()), []).extend(chosen(batch, size=size).tolist())
+        levels.setdefault(tuple(chosen.difficulties(batch).values()), []).extend(
+            chosen(batch, size=size).tolist()
+        )
     assert len(levels) > 3
     for difficulties, taken in levels.items():
         admitted = {i for i, length in enumerate(lengths()) if length <= difficulties[0]}
@@ -91,14 +97,19 @@ def test_each_admitted_sample_is_taken_equally_often_within_an_epoch_of_a_level(
             assert sorted(taken[start : start + len(admitted)]) == sorted(admitted)
         assert {*taken} <= admitted
     last = levels[tuple(chosen.difficulties(59).values())]
-    assert last[: len(admitted)] != last[len(admitted) : 2 * len(admitted)]  # each epoch has an order of its own
+    # each epoch has an order of its own
+    assert last[: len(admitted)] != last[len(admitted) : 2 * len(admitted)]
 
 
 def test_batches_are_a_function_of_their_number() -> None:
     walked = [sampler(two=True)(batch, size=6).tolist() for batch in range(40)]
     again = sampler(two=True)
     for batch in (39, 0, 17, 18, 3, 25):
-        assert again(batch, size=6).tolist() == walked[batch] == sampler(two=True)(batch, size=6).tolist()
+        assert (
+            again(batch, size=6).tolist()
+            == walked[batch]
+            == sampler(two=True)(batch, size=6).tolist()
+        )
     assert [sampler(two=True, seed=1)(batch, size=6).tolist() for batch in range(40)] != walked
 
 
@@ -107,7 +118,9 @@ def test_a_difficulty_that_falls_and_comes_back_begins_a_level_of_its_own() -> N
     whole = CurriculumSampler(40, {"length": easy_again})
     walked = [whole(batch, size=4).tolist() for batch in range(90)]
     for batch in (0, 35, 40, 60, 75, 89):  # as a resumed job draws them
-        assert CurriculumSampler(40, {"length": easy_again})(batch, size=4).tolist() == walked[batch]
+        assert (
+            CurriculumSampler(40, {"length": easy_again})(batch, size=4).tolist() == walked[batch]
+        )
 
 
 @pytest.mark.parametrize(
@@ -115,8 +128,14 @@ def test_a_difficulty_that_falls_and_comes_back_begins_a_level_of_its_own() -> N
     [
         ({"rank": 2, "world_size": 2}, "rank must be of 0 … 1, got 2"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"batch_size": 41}, "must fill a batch of 41 samples on all ranks, and has 40 in 1 epochs"),
-        ({"sampler": CurriculumSampler(3)}, "sampler must be of the dataset's 40 samples, got one of 3"),
+        (
+            {"batch_size": 41},
+            "must fill a batch of 41 samples on all ranks, and has 40 in 1 epochs",
+        ),
+        (
+            {"sampler": CurriculumSampler(3)},
+            "sampler must be of the dataset's 40 samples, got one of 3",
+        ),
     ],
 )
 def test_a_loader_of_wrong_numbers_says_which(keys: dict[str, Any], message: str) -> None:
@@ -127,7 +146,9 @@ def test_a_loader_of_wrong_numbers_says_which(keys: dict[str, Any], message: str
 def loader(world_size: int, rank: int, num_micro: int, **how: Any) -> CurriculumLoader:
     micro = 12 // (world_size * num_micro)
     place: dict[str, Any] = {"rank": rank, "world_size": world_size}
-    return CurriculumLoader(Numbers(), sampler(), batch_size=micro, num_micro=num_micro, num_epochs=6, **place, **how)
+    return CurriculumLoader(
+        Numbers(), sampler(), batch_size=micro, num_micro=num_micro, num_epochs=6, **place, **how
+    )
 
 
 def batches(loaders: list[CurriculumLoader], num: int) -> list[list[int]]:
@@ -136,18 +157,25 @@ def batches(loaders: list[CurriculumLoader], num: int) -> list[list[int]]:
     found = []
     for _ in range(num):
         parts = [
-            [next(s)[:, 0].tolist() for _ in range(one.num_micro)] for s, one in zip(streams, loaders, strict=True)
+            [next(s)[:, 0].tolist() for _ in range(one.num_micro)]
+            for s, one in zip(streams, loaders, strict=True)
         ]
         found.append([index for rank in parts for micro in rank for index in micro])
     return found
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_a_loader_resumed_on_another_number_of_ranks_gives_the_indices_of_the_unbroken_run(workers: int) -> None:
+def test_a_loader_resumed_on_another_number_of_ranks_gives_the_indices_of_the_unbroken_run(
+    workers: int,
+) -> None:
     (whole,) = ([batches([loader(1, 0, 1)], 16)],)
     two = [loader(2, rank, 3, num_workers=workers) for rank in range(2)]
     first = batches(two, 5)
-    assert two[0].state_dict() == two[1].state_dict() == {"batch": 5, "micro": 0, "size": 12, "num_micro": 3}
+    assert (
+        two[0].state_dict()
+        == two[1].state_dict()
+        == {"batch": 5, "micro": 0, "size": 12, "num_micro": 3}
+    )
     four = [loader(4, rank, 1) for rank in range(4)]
     for one in four:
         one.load_state_dict(two[0].state_dict())
@@ -169,7 +197,9 @@ def test_a_loader_says_what_it_cannot_resume() -> None:
 
 def test_a_sampler_without_metrics_takes_all_samples_and_one_that_admits_none_raises() -> None:
     plain = CurriculumSampler(10)
-    assert sorted(np.concatenate([plain(batch, size=5) for batch in range(2)]).tolist()) == list(range(10))
+    assert sorted(np.concatenate([plain(batch, size=5) for batch in range(2)]).tolist()) == list(
+        range(10)
+    )
     empty = CurriculumSampler(3, {"length": Admission(lambda g: 1, Metric.of([2, 3, 4]))})
     with pytest.raises(ValueError, match="none is admitted by length 1; raise min_difficulty"):
         empty(0, size=2)
@@ -182,10 +212,12 @@ def test_a_post_process_function_sees_the_difficulties_of_its_batch() -> None:
         return batch, state["current_difficulties"]["length"], state["curriculum_step"]
 
     seen = list(loader(1, 0, 3, post_process=cut))[:12]
-    assert [(length, step) for _, length, step in seen] == [(SCHEDULE(1 + i // 3), 1 + i // 3) for i in range(12)]
+    assert [(length, step) for _, length, step in seen] == [
+        (SCHEDULE(1 + i // 3), 1 + i // 3) for i in range(12)
+    ]
 
 
-# --- files ---------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_metrics_survive_their_files(tmp_path: Path) -> None:

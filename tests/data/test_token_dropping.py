@@ -1,4 +1,6 @@
-"""Random layer-token dropping: beside a plain loop, in all stages and runners, with masks, positions and recomputation."""
+"""Random layer-token dropping: beside a plain loop, in all stages and runners, with
+masks, positions and recomputation.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,15 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out, self.norm = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None) -> tuple[Tensor, str]:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> tuple[Tensor, str]:
         shift = 0 if position_ids is None else position_ids[..., None] / LENGTH
         q, k, v = self.qkv(self.norm(x) + shift).chunk(3, -1)
         scores = q @ k.transpose(-1, -2) / WIDTH**0.5
@@ -51,7 +59,11 @@ class Group(nn.Module):
                 x = layer(x, mask, position_ids=places)[0]
             return x
 
-        return checkpoint(run, x, use_reentrant=False) if self.checkpoints and self.training else run(x)
+        return (
+            checkpoint(run, x, use_reentrant=False)
+            if self.checkpoints and self.training
+            else run(x)
+        )
 
 
 class Net(nn.Module):
@@ -62,15 +74,25 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(LENGTH, device=tokens.device)[None]
-        mask = torch.full((LENGTH, LENGTH), -1e4, device=tokens.device).triu(1)[None, None].repeat(len(tokens), 1, 1, 1)
+        mask = (
+            torch.full((LENGTH, LENGTH), -1e4, device=tokens.device)
+            .triu(1)[None, None]
+            .repeat(len(tokens), 1, 1, 1)
+        )
         x = self.embed(tokens)
         for group in self.groups:
             x = group(x, mask, places)
-        return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 def tokens(index: int, batch: int = BATCH) -> Tensor:
-    return here(torch.randint(0, VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(index)))
+    return here(
+        torch.randint(
+            0, VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(index)
+        )
+    )
 
 
 LTD = RandomLTD(layers=[1, 2], schedule=SCHEDULE, mask="mask")
@@ -88,7 +110,9 @@ def settings(stage: int, num_micro: int = 1, world: int = 1) -> dict[str, Any]:
     return {"zero_optimization": zero, "optimizer": SGD, "gradient_clipping": 0, **sizes}
 
 
-def trained(num: int = 6, stage: int = 0, *, num_micro: int = 1, model: Net | None = None, **how: Any) -> list[float]:
+def trained(
+    num: int = 6, stage: int = 0, *, num_micro: int = 1, model: Net | None = None, **how: Any
+) -> list[float]:
     step = fzero.make_train_step(model or net(), settings(stage, num_micro), **how)
     state, losses = step.init(), []
     for index in range(num):
@@ -97,7 +121,9 @@ def trained(num: int = 6, stage: int = 0, *, num_micro: int = 1, model: Net | No
     return losses
 
 
-def lockstep(stage: int, *, num_micro: int = 1, by: str = "lockstep", model: Net | None = None, **how: Any) -> Any:
+def lockstep(
+    stage: int, *, num_micro: int = 1, by: str = "lockstep", model: Net | None = None, **how: Any
+) -> Any:
     cfg = settings(stage, num_micro, 2)
     mesh = fzero.comms.AbstractAxis("data", 2, backend="gloo")
     ranks = fzero.simulate(fzero.make_train_step(model or net(), cfg, mesh=mesh, **how), 2, by=by)
@@ -119,14 +145,20 @@ def plainly() -> list[float]:
         for number, layer in enumerate(layer for group in model.groups for layer in group.layers):
             places = here(torch.arange(LENGTH)).expand(BATCH, -1)
             if number in (1, 2) and length < LENGTH:
-                places = kept_tokens(key_of(1234, n, number, 0), here(torch.arange(BATCH)), num=length, of=LENGTH)
+                places = kept_tokens(
+                    key_of(1234, n, number, 0), here(torch.arange(BATCH)), num=length, of=LENGTH
+                )
             rows = []
             for sample in range(BATCH):
                 own = places[sample]
-                out = layer(x[sample, own][None], causal[own][:, own][None, None], position_ids=own[None])[0]
+                out = layer(
+                    x[sample, own][None], causal[own][:, own][None, None], position_ids=own[None]
+                )[0]
                 rows.append(x[sample].index_copy(0, own, out[0]))
             x = torch.stack(rows)
-        loss = nn.functional.cross_entropy(model.head(x)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            model.head(x)[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -139,7 +171,7 @@ def close(one: list[float], two: list[float]) -> bool:
     return torch.allclose(torch.tensor(one), torch.tensor(two), atol=2e-6, rtol=0)
 
 
-# --- the choice ----------------------------------------------------------------------------------------------------------
+# --- the choice -----------------------------------------------------------------------------------
 
 
 def test_every_choice_of_tokens_is_about_equally_likely() -> None:
@@ -150,9 +182,17 @@ def test_every_choice_of_tokens_is_about_equally_likely() -> None:
     assert len(counts) == 20 and (counts - 500).abs().max() < 5 * 500**0.5
 
 
-def test_the_choice_differs_by_update_layer_micro_batch_rank_and_seed_and_not_by_how_ranks_divide_the_batch() -> None:
+def test_the_choice_differs_by_update_layer_micro_batch_rank_and_seed_and_not_by_how_ranks_divide_the_batch() -> (
+    None
+):
     def of(
-        n: int = 0, micro: int = 0, rank: int = 0, num: int = 2, seed: int = 1, layer: int = 0, batch: int = 4
+        n: int = 0,
+        micro: int = 0,
+        rank: int = 0,
+        num: int = 2,
+        seed: int = 1,
+        layer: int = 0,
+        batch: int = 4,
     ) -> Any:
         draw = Draw(10, n, micro, rank, num)
         return draw.kept(seed, layer, batch=batch, of=64, device=torch.device("cpu")).tolist()
@@ -163,7 +203,7 @@ def test_the_choice_differs_by_update_layer_micro_batch_rank_and_seed_and_not_by
     assert of() + of(micro=1) == whole == of(num=1, batch=4) + of(num=1, rank=1, batch=4)
 
 
-# --- steps ---------------------------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
 def test_a_step_is_the_plain_loop_with_kept_tokens() -> None:
@@ -173,9 +213,13 @@ def test_a_step_is_the_plain_loop_with_kept_tokens() -> None:
 
 
 def test_with_all_tokens_the_bits_are_those_without() -> None:
-    whole = RandomLTD(layers=range(4), schedule=fixed_linear(8, 8, steps=1, multiple=8), mask="mask")
+    whole = RandomLTD(
+        layers=range(4), schedule=fixed_linear(8, 8, steps=1, multiple=8), mask="mask"
+    )
     assert trained(model=net(whole)) == trained(model=net(None))
-    longer = RandomLTD(layers=range(4), schedule=fixed_linear(64, 64, steps=1, multiple=8), mask="mask")
+    longer = RandomLTD(
+        layers=range(4), schedule=fixed_linear(64, 64, steps=1, multiple=8), mask="mask"
+    )
     assert trained(model=net(longer)) == trained(model=net(None))
 
 
@@ -192,8 +236,14 @@ def test_all_stages_have_the_same_bits(num_micro: int) -> None:
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_a_layer_that_runs_again_keeps_the_same_tokens(stage: int) -> None:
     expected = trained(stage=stage, num_micro=2)
-    assert trained(stage=stage, num_micro=2, checkpoint=lambda name, module: isinstance(module, Group)) == expected
-    assert trained(stage=stage, num_micro=2, checkpoint=lambda name, module: isinstance(module, Layer)) == expected
+    assert (
+        trained(stage=stage, num_micro=2, checkpoint=lambda name, module: isinstance(module, Group))
+        == expected
+    )
+    assert (
+        trained(stage=stage, num_micro=2, checkpoint=lambda name, module: isinstance(module, Layer))
+        == expected
+    )
     model = net()
     for group in model.groups:
         group.checkpoints = True  # torch's own, in the model's code
@@ -201,7 +251,10 @@ def test_a_layer_that_runs_again_keeps_the_same_tokens(stage: int) -> None:
 
 
 def test_evaluation_sees_all_tokens() -> None:
-    step, plain = fzero.make_train_step(net(), settings(0)), fzero.make_train_step(net(None), settings(0))
+    step, plain = (
+        fzero.make_train_step(net(), settings(0)),
+        fzero.make_train_step(net(None), settings(0)),
+    )
     assert step.evaluate(step.init(), tokens(0)) == plain.evaluate(plain.init(), tokens(0))
 
 
@@ -216,14 +269,20 @@ def test_names_of_parameters_are_unchanged_and_the_model_outside_a_step_is_plain
 
 @pytest.mark.parametrize("num_micro", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_simulation_by_vmap_is_that_of_ranks_in_turn(num_micro: int) -> None:
-    assert close(lockstep(0, num_micro=num_micro, by="vmap")[0], lockstep(0, num_micro=num_micro)[0])
+    assert close(
+        lockstep(0, num_micro=num_micro, by="vmap")[0], lockstep(0, num_micro=num_micro)[0]
+    )
 
 
 def test_counted_flops_of_a_layer_follow_its_kept_tokens() -> None:
-    """Forward and backward: three times 2·r·D·4D in its matrices and 2·2·r²·D in attention, per sample."""
+    """Forward and backward: three times 2·r·D·4D in its matrices and 2·2·r²·D in
+    attention, per sample.
+    """
 
     def counted(kept: int) -> int:
-        ltd = RandomLTD(layers=[1, 2], schedule=fixed_linear(kept, kept, steps=1, multiple=1), mask="mask")
+        ltd = RandomLTD(
+            layers=[1, 2], schedule=fixed_linear(kept, kept, steps=1, multiple=1), mask="mask"
+        )
         step = fzero.make_train_step(net(ltd), settings(0))
         state = step.init()
         with FlopCounterMode(display=False) as counter:
@@ -240,7 +299,9 @@ def test_counted_flops_of_a_layer_follow_its_kept_tokens() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("num_micro", [1, 2])
 def test_one_graph_for_each_length(num_micro: int) -> None:
-    step = fzero.make_train_step(net(), settings(3, num_micro), compile="step", compile_backend="aot_eager")
+    step = fzero.make_train_step(
+        net(), settings(3, num_micro), compile="step", compile_backend="aot_eager"
+    )
     state, losses = step.init(), []
     for index in range(6):
         state, metrics = step(state, tokens(index))
@@ -251,7 +312,9 @@ def test_one_graph_for_each_length(num_micro: int) -> None:
 
 @pytest.mark.long
 def test_a_captured_simulation_drops_the_same_tokens() -> None:
-    step = fzero.make_train_step(net(), settings(2, 1, 2), mesh=fzero.comms.AbstractAxis("data", 2, backend="gloo"))
+    step = fzero.make_train_step(
+        net(), settings(2, 1, 2), mesh=fzero.comms.AbstractAxis("data", 2, backend="gloo")
+    )
     ranks = fzero.simulate(step, 2, by="vmap", compile="aot_eager")
     state, losses = ranks.init(), []
     for index in range(3):
@@ -263,7 +326,10 @@ def test_a_captured_simulation_drops_the_same_tokens() -> None:
 @pytest.mark.long
 def test_compiled_blocks_and_a_checkpointed_graph_train_alike() -> None:
     expected = trained(stage=3)
-    assert close(trained(stage=3, compile="block", compile_backend="aot_eager", units=["groups.*.layers.*"]), expected)
+    assert close(
+        trained(stage=3, compile="block", compile_backend="aot_eager", units=["groups.*.layers.*"]),
+        expected,
+    )
     graph: dict[str, Any] = {"compile": "step", "compile_backend": "aot_eager"}
     layers = fzero.make_train_step(
         net(), settings(3), checkpoint=lambda name, module: isinstance(module, Group), **graph
@@ -278,16 +344,26 @@ def test_compiled_blocks_and_a_checkpointed_graph_train_alike() -> None:
 @pytest.mark.parametrize("compile", ["step", "block"])
 def test_many_lengths_are_refused_with_their_number_and_a_multiple(compile: Any) -> None:
     ltd = RandomLTD(layers=[1], schedule=fixed_linear(128, 1024, steps=400, multiple=8))
-    with pytest.raises(ConfigError, match=r"at most 8 lengths .* got 113; set seq_per_step to 128 \(now 8\)"):
+    with pytest.raises(
+        ConfigError, match=r"at most 8 lengths .* got 113; set seq_per_step to 128 \(now 8\)"
+    ):
         fzero.make_train_step(net(ltd), settings(0), compile=compile)
     numbers = {"total_curriculum_step": 99, "difficulty_step": 8}
-    block = {"enabled": True, "min_difficulty": 8, "max_difficulty": 1024, "schedule_type": "fixed_linear"}
+    block = {
+        "enabled": True,
+        "min_difficulty": 8,
+        "max_difficulty": 1024,
+        "schedule_type": "fixed_linear",
+    }
     cfg = {**settings(0), "curriculum_learning": {**block, "schedule_config": numbers}}
     with (
         pytest.warns(ConfigWarning, match="curriculum_learning: is for the engine"),
         pytest.raises(
             ConfigError,
-            match=r"curriculum_learning: must have .* set difficulty_step to 128 \(now 8\) and min_difficulty to 128",
+            match=(
+                r"curriculum_learning: must have .* set difficulty_step to 128 \(now 8\) and "
+                r"min_difficulty to 128"
+            ),
         ),
     ):
         fzero.make_train_step(net(None), cfg, compile=compile)
@@ -317,7 +393,7 @@ def test_real_ranks_resume_on_another_number_of_ranks(ranks: RankPool, tmp_path:
     assert first[0] == first[1] and close(first[0] + second[0], trained())
 
 
-# --- arguments of layers -------------------------------------------------------------------------------------------------
+# --- arguments of layers --------------------------------------------------------------------------
 
 
 def test_masks_lose_rows_and_columns_in_every_form() -> None:
@@ -360,15 +436,24 @@ def test_hidden_states_with_the_sequence_first_are_taken_alike() -> None:
 
 
 def test_what_layers_cannot_be_given_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"must be of 0 … 3, the positions among the 4 modules of Layer, got 4"):
+    with pytest.raises(
+        ValueError, match=r"must be of 0 … 3, the positions among the 4 modules of Layer, got 4"
+    ):
         net(RandomLTD(layers=[4], schedule=SCHEDULE))
     with pytest.raises(
-        ValueError, match=r"must be an argument of Layer.forward \(x, mask, position_ids\), got 'masks'"
+        ValueError,
+        match=r"must be an argument of Layer.forward \(x, mask, position_ids\), got 'masks'",
     ):
         net(RandomLTD(layers=[0], schedule=SCHEDULE, mask="masks"))
-    with pytest.raises(ValueError, match=r"argument 'mask' of layer 'groups\.0\.layers\.0' has shape"):
+    with pytest.raises(
+        ValueError, match=r"argument 'mask' of layer 'groups\.0\.layers\.0' has shape"
+    ):
         trained(1, model=net(RandomLTD(layers=[0], schedule=SCHEDULE)))
-    numbers = {"min_value": 2, "max_value": 8, "schedule_config": {"require_steps": 4, "seq_per_step": 2}}
+    numbers = {
+        "min_value": 2,
+        "max_value": 8,
+        "schedule_config": {"require_steps": 4, "seq_per_step": 2},
+    }
     routing = {"enabled": True, "random_ltd": {"enabled": True, "random_ltd_schedule": numbers}}
     cfg = {**settings(0), "data_efficiency": {"enabled": True, "data_routing": routing}}
     with pytest.raises(ConfigError, match="needs the class of the layers"):

@@ -1,4 +1,6 @@
-"""Adapted models: nothing is kept for what is frozen but the parameters themselves, and stage 3 divides these."""
+"""Adapted models: nothing is kept for what is frozen but the parameters themselves, and
+stage 3 divides these.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ WIDTH, RANK, NUM_BLOCKS = 16, 3, 4
 
 
 class Adapted(nn.Module):
-    """LoRA (Hu et al., arXiv:2106.09685): a frozen linear map, and a trainable one of low rank beside it."""
+    """LoRA (Hu et al., arXiv:2106.09685): a frozen linear map, and a trainable one of
+    low rank beside it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +45,10 @@ class Stack(nn.Module):
         return nn.functional.mse_loss(self.frozen_head(x), y)
 
 
-PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True, "auto_cast": True}}}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True, "auto_cast": True}},
+}
 
 
 def _held(stage: int, keys: dict[str, Any]) -> Any:
@@ -69,10 +76,14 @@ def test_frozen_parameters_have_no_gradients_master_or_moments_and_are_divided_i
         params, grads, optimizer, master = held["kept"]
         trained = params - set(held["frozen"])
         assert len(trained) == NUM_BLOCKS and len(held["frozen"]) == NUM_BLOCKS + 1
-        assert grads == optimizer == trained and master == (trained if precision == "bf16" else set())
+        assert grads == optimizer == trained and master == (
+            trained if precision == "bf16" else set()
+        )
         for key, partition in held["frozen"].items():
             assert held["specs"][key] == (Sharded("data") if stage == 3 else Replicated())
-            assert held["elements"][key] == (partition.shard_numel if stage == 3 else partition.padded_numel)
+            assert held["elements"][key] == (
+                partition.shard_numel if stage == 3 else partition.padded_numel
+            )
         assert held["itemsizes"] == {2 if precision == "bf16" else 4}
         assert held["moved"] == sorted(
             f"blocks.{i}.{name}.weight" for i in range(NUM_BLOCKS) for name in ("down", "up")
@@ -81,7 +92,9 @@ def test_frozen_parameters_have_no_gradients_master_or_moments_and_are_divided_i
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_an_adapted_model_trains_as_in_the_plain_loop(ranks: RankPool, world_size: int, stage: int) -> None:
+def test_an_adapted_model_trains_as_in_the_plain_loop(
+    ranks: RankPool, world_size: int, stage: int
+) -> None:
     expected_curve, expected = train_plainly(Stack, vectors, adamw, num_steps=5)
     for curve, weights in ranks(world_size, train, Stack, vectors, config(stage), num_steps=5):
         # The mean of W means is not the sum of the global batch to the last bit.
@@ -95,5 +108,8 @@ def test_the_plan_counts_no_state_for_what_is_frozen() -> None:
     plan = fzero.plan(model, config(2) | PRECISIONS["bf16"], world_size=1)
     padded = sum(b.padded_numel for b in plan.flat_buffers if b.trainable)
     assert trained <= padded < trained + 32 * NUM_BLOCKS
-    assert plan.bytes_per_rank["gradients"] == 2 * padded and plan.bytes_per_rank["master"] == 4 * padded
+    assert (
+        plan.bytes_per_rank["gradients"] == 2 * padded
+        and plan.bytes_per_rank["master"] == 4 * padded
+    )
     assert plan.bytes_per_rank["optimizer"] == 8 * padded + 4 * NUM_BLOCKS

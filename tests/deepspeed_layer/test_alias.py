@@ -1,4 +1,6 @@
-"""`import deepspeed` is fzero.deepspeed in processes that ask for it, with DeepSpeed installed beside it and without."""
+"""`import deepspeed` is fzero.deepspeed in processes that ask for it, with DeepSpeed
+installed beside it and without.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def run(python: str, *arguments: str, cwd: Path, code: int = 0) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COV_")}
     environment["PYTHONPATH"] = str(ROOT)
     command = [python, *arguments]
-    ended = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(
+        command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=600
+    )
     assert ended.returncode == code, ended.stderr
     return ended.stdout + ended.stderr
 
@@ -222,9 +226,18 @@ def test_ranks_run_unchanged(
 
 @pytest.mark.long
 def test_a_script_that_installs_runs_with_two_ranks(without: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import fzero.deepspeed\nfzero.deepspeed.install()\n" + TRAINS + MAIN)
+    (tmp_path / "script.py").write_text(
+        "import fzero.deepspeed\nfzero.deepspeed.install()\n" + TRAINS + MAIN
+    )
     written = run(
-        without, "-m", "torch.distributed.run", "--nproc-per-node=2", "script.py", "--steps", "2", cwd=tmp_path
+        without,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "script.py",
+        "--steps",
+        "2",
+        cwd=tmp_path,
     )
     assert all(f"rank {rank} of 2: fzero.deepspeed, 2 steps" in written for rank in range(2))
 
@@ -251,11 +264,16 @@ def test_accelerate_and_transformers_find_it(without: str, tmp_path: Path) -> No
     run(without, "-m", "fzero.deepspeed", "script.py", cwd=tmp_path)
 
 
-def test_the_real_package_cannot_be_replaced_after_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_package_cannot_be_replaced_after_its_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = ModuleType("deepspeed")
     real.__file__ = "/somewhere/deepspeed/__init__.py"
     monkeypatch.setitem(sys.modules, "deepspeed", real)
-    with pytest.raises(RuntimeError, match=r"must come before `import deepspeed`.*/somewhere/deepspeed/__init__\.py"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"must come before `import deepspeed`.*/somewhere/deepspeed/__init__\.py",
+    ):
         alias.install()
     assert not any(isinstance(finder, alias.Finder) for finder in sys.meta_path)
 
@@ -275,7 +293,9 @@ def test_a_wrong_call_of_the_runner_is_an_error_in_words(words: list[str], messa
 
 def test_the_record_is_that_of_the_installed_package() -> None:
     if metadata.version("deepspeed") == "0.19.6":
-        assert deepspeed_names.RECORD.read_text() == deepspeed_names.as_json(deepspeed_names.recorded())
+        assert deepspeed_names.RECORD.read_text() == deepspeed_names.as_json(
+            deepspeed_names.recorded()
+        )
 
 
 def test_the_page_of_names_is_what_its_command_makes() -> None:
@@ -284,9 +304,14 @@ def test_the_page_of_names_is_what_its_command_makes() -> None:
 
 @pytest.mark.long
 def test_what_is_the_same_and_what_differs_is_compared_with_the_installed_package() -> None:
-    """A name that the page calls the same has DeepSpeed's signature, defaults, bases, public methods, fields and members."""
+    """A name that the page calls the same has DeepSpeed's signature, defaults, bases,
+    public methods, fields and members.
+    """
     if metadata.version("deepspeed") == "0.19.6":
-        found, recorded = deepspeed_shape.differences(), json.loads(deepspeed_shape.RECORD.read_text())
+        found, recorded = (
+            deepspeed_shape.differences(),
+            json.loads(deepspeed_shape.RECORD.read_text()),
+        )
         assert len(found) > 50 and {k: v for k, v in found.items() if recorded.get(k) != v} == {}
         assert recorded.keys() == found.keys()
 
@@ -300,12 +325,26 @@ def test_a_difference_of_any_kind_is_found() -> None:
     assert compare(function([one]), function([one, ["own", "KEYWORD_ONLY", "2"]])) == []
     assert compare(function([one]), function([["a", kind, "2"]])) == ["a=2, there 1"]
     assert compare(function([one]), function([])) == ["no a"]
-    assert compare(function([one]), function([["own", kind, "1"], one])) == ["a at another position"]
+    assert compare(function([one]), function([["own", kind, "1"], one])) == [
+        "a at another position"
+    ]
     assert compare(function([one]), function([one, ["own", kind, ""]])) == ["own is required"]
-    plain = {"kind": "class", "bases": ["torch.Module"], "own": [], "init": [one], "methods": {"run": [["self", kind, ""], one]},
-             "fields": {"size": ["1", ""]}, "members": {}}  # fmt: skip
+    plain = {
+        "kind": "class",
+        "bases": ["torch.Module"],
+        "own": [],
+        "init": [one],
+        "methods": {"run": [["self", kind, ""], one]},
+        "fields": {"size": ["1", ""]},
+        "members": {},
+    }
     assert compare(plain, plain) == []
-    for key, value in (("bases", []), ("methods", {}), ("fields", {"size": ["2", ""]}), ("members", {"x": "1"})):
+    for key, value in (
+        ("bases", []),
+        ("methods", {}),
+        ("fields", {"size": ["2", ""]}),
+        ("members", {"x": "1"}),
+    ):
         assert len(compare(plain, plain | {key: value})) == 1, key
 
 
@@ -327,5 +366,8 @@ def test_advice_is_about_names_that_deepspeed_has(name: str) -> None:
 
 def test_the_command_and_the_metadata_agree_with_the_record() -> None:
     (about,) = alias.FOLDER.glob("*.dist-info/METADATA")
-    assert "Version: 0.19.6\n" in about.read_text() and '"version": "0.19.6"' in deepspeed_names.RECORD.read_text()[:40]
+    assert (
+        "Version: 0.19.6\n" in about.read_text()
+        and '"version": "0.19.6"' in deepspeed_names.RECORD.read_text()[:40]
+    )
     assert os.access(alias.FOLDER / "bin" / "deepspeed", os.X_OK)

@@ -1,4 +1,6 @@
-"""The laws of DeepSpeed's checkpoints: what the real DeepSpeed wrote fzero goes on from, and DeepSpeed from what fzero wrote."""
+"""The laws of DeepSpeed's checkpoints: what the real DeepSpeed wrote fzero goes on
+from, and DeepSpeed from what fzero wrote.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,19 @@ class Job(NamedTuple):
 
 JOBS = (
     *(Job(1, "fp32", 1, True), Job(2, "bf16", 1, has_scalar=True), Job(3, "fp32", 1)),
-    *(Job(1, "bf16", 2, True), Job(2, "fp32", 2), Job(3, "bf16", 2, True, True), Job(1, "fp16", 2), Job(3, "fp16", 2)),
+    *(
+        Job(1, "bf16", 2, True),
+        Job(2, "fp32", 2),
+        Job(3, "bf16", 2, True, True),
+        Job(1, "fp16", 2),
+        Job(3, "fp16", 2),
+    ),
     *(Job(1, "bf16", 3, True, True), Job(2, "fp32", 3, True), Job(3, "fp32", 3, True)),
-    *(Job(2, "fp32", 2, optimizer="Adam"), Job(1, "bf16", 2, optimizer="Adagrad"), Job(2, "fp32", 2, optimizer="SGD")),
+    *(
+        Job(2, "fp32", 2, optimizer="Adam"),
+        Job(1, "bf16", 2, optimizer="Adagrad"),
+        Job(2, "fp32", 2, optimizer="SGD"),
+    ),
 )
 NIGHTLY = tuple(
     job
@@ -71,7 +83,11 @@ class DeepSpeed:
         server = Path(__file__).parents[1] / "support" / "deepspeed_server.py"
         self._log = (folder / "log").open("w")
         self._process = subprocess.Popen(
-            [sys.executable, str(server)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            [sys.executable, str(server)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
         )
         self._written: dict[Job, dict[str, Any]] = {}
 
@@ -86,9 +102,15 @@ class DeepSpeed:
         return answers
 
     def written(self, job: Job) -> dict[str, Any]:
-        """What DeepSpeed reported of a job; its checkpoint is in `path(job)`. Jobs of one size run together."""
+        """What DeepSpeed reported of a job; its checkpoint is in `path(job)`. Jobs of
+        one size run together.
+        """
         if job not in self._written:
-            jobs = [other for other in JOBS if other.world_size == job.world_size] if job in JOBS else [job]
+            jobs = (
+                [other for other in JOBS if other.world_size == job.world_size]
+                if job in JOBS
+                else [job]
+            )
             reported = self.run(job.world_size, [request_of(job, self.path(job)) for job in jobs])
             self._written |= dict(zip(jobs, reported, strict=True))
         return self._written[job]
@@ -114,18 +136,27 @@ def request_of(job: Job, path: Path) -> dict[str, Any]:
     }
 
 
-def ranks_of(job: Job, world_size: int | None = None, **changes: Any) -> fzero.simulation.LockstepRanks:
+def ranks_of(
+    job: Job, world_size: int | None = None, **changes: Any
+) -> fzero.simulation.LockstepRanks:
     """The same training with fzero, from other weights, on ranks in lockstep."""
     groups = [{"params": DECAY_FREE, "weight_decay": 0.0}] if job.groups else ()
-    step = fzero.make_train_step(make(seed=7, has_scalar=job.has_scalar), job.config | changes, param_groups=groups)
+    step = fzero.make_train_step(
+        make(seed=7, has_scalar=job.has_scalar), job.config | changes, param_groups=groups
+    )
     return fzero.simulate(step, world_size or job.world_size, by="lockstep")
 
 
 def batches(number: int, world_size: int) -> Any:
-    return tuple(torch.stack(x) for x in zip(*(batch(number, rank, world_size) for rank in range(world_size))))
+    return tuple(
+        torch.stack(x)
+        for x in zip(*(batch(number, rank, world_size) for rank in range(world_size)))
+    )
 
 
-def run(ranks: fzero.simulation.LockstepRanks, state: Any, start: int, stop: int) -> tuple[Any, list[float]]:
+def run(
+    ranks: fzero.simulation.LockstepRanks, state: Any, start: int, stop: int
+) -> tuple[Any, list[float]]:
     losses = []
     for number in range(start, stop):
         state, metrics = ranks(state, batches(number, ranks.world_size))
@@ -134,14 +165,15 @@ def run(ranks: fzero.simulation.LockstepRanks, state: Any, start: int, stop: int
 
 
 def assert_close(ours: list[float], theirs: list[float], precision: str) -> None:
-    """The first loss is of the same weights: it differs by the order in which the losses of ranks are added up. Those after it by
-    the order in which gradients are: by an fp32 rounding, or by one of 16 bits, of 2**-8, in some of them."""
+    """The first loss is of the same weights: it differs by the order in which the
+    losses of ranks are added up. Those after it by the order in which gradients are: by
+    an fp32 rounding, or by one of 16 bits, of 2**-8, in some of them."""
     rounding = 1e-6 if precision == "fp32" else 2e-3
     assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
     assert ours == pytest.approx(theirs, rel=rounding)
 
 
-# --- from DeepSpeed ----------------------------------------------------------------------------------------------
+# --- from DeepSpeed -------------------------------------------------------------------------------
 
 
 def check_goes_on(deepspeed: DeepSpeed, job: Job) -> None:
@@ -158,7 +190,9 @@ def check_goes_on(deepspeed: DeepSpeed, job: Job) -> None:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_training_goes_on_with_the_losses_that_deepspeed_has_itself(deepspeed: DeepSpeed, job: Job) -> None:
+def test_training_goes_on_with_the_losses_that_deepspeed_has_itself(
+    deepspeed: DeepSpeed, job: Job
+) -> None:
     check_goes_on(deepspeed, job)
 
 
@@ -177,17 +211,23 @@ WAYS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "sub-groups": (3, "fp32", {"sub_group_size": 150}, {}),
     "small parameters whole": (3, "bf16", {"stage3_param_persistence_threshold": 100}, {}),
 }
-"""How else DeepSpeed saves: stage, precision, keys of `zero_optimization`, and other keys."""
+"""How else DeepSpeed saves: stage, precision, keys of `zero_optimization`, and other
+keys.
+"""
 
 
 @pytest.mark.long
-def test_the_other_ways_of_deepspeed_to_save_are_read_as_well(deepspeed: DeepSpeed, tmp_path: Path) -> None:
+def test_the_other_ways_of_deepspeed_to_save_are_read_as_well(
+    deepspeed: DeepSpeed, tmp_path: Path
+) -> None:
     requests = []
     for way, (stage, precision, zero, keys) in WAYS.items():
         job = Job(stage, precision, 2, True)
         cfg = job.config | keys | {"zero_optimization": job.config["zero_optimization"] | zero}
         requests.append(request_of(job, tmp_path / way) | {"config": cfg})
-    for (way, (stage, precision, _, keys)), theirs in zip(WAYS.items(), deepspeed.run(2, requests), strict=True):
+    for (way, (stage, precision, _, keys)), theirs in zip(
+        WAYS.items(), deepspeed.run(2, requests), strict=True
+    ):
         ranks = ranks_of(Job(stage, precision, 2, True), **keys)
         state = fzero.deepspeed.import_deepspeed(tmp_path / way, step=ranks).state
         assert_close(run(ranks, state, BEFORE, BEFORE + AFTER)[1], theirs["losses"], precision)
@@ -204,7 +244,11 @@ def test_what_is_imported_is_what_deepspeeds_own_tools_make_of_it(
     deepspeed: DeepSpeed, job: Job, tmp_path: Path
 ) -> None:
     deepspeed.written(job)
-    path, weights, made = deepspeed.path(job), tmp_path / "weights.pt", tmp_path / "global_step4_universal"
+    path, weights, made = (
+        deepspeed.path(job),
+        tmp_path / "weights.pt",
+        tmp_path / "global_step4_universal",
+    )
     tag = str(path / f"global_step{BEFORE}")
     deepspeed.run(1, [{"input": str(path), "weights": str(weights)}])
     ranks, state = in_one_process(path, job)
@@ -213,7 +257,9 @@ def test_what_is_imported_is_what_deepspeeds_own_tools_make_of_it(
     assert theirs.keys() == ours.keys() - (
         {"blocks.1.1.weight"} if job.stage == 1 else set()
     )  # frozen ones are left out
-    assert_same([{key: x.float() for key, x in theirs.items()}], [{key: ours[key] for key in theirs}])
+    assert_same(
+        [{key: x.float() for key, x in theirs.items()}], [{key: ours[key] for key in theirs}]
+    )
     if job.has_scalar or "Adam" not in job.optimizer:  # which DeepSpeed cannot convert
         return
     deepspeed.run(1, [{"input": tag, "output": str(made)}])
@@ -226,7 +272,9 @@ TARGETS = ((0, 2), (1, 4), (2, 1), (3, 3))
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_any_ranks_and_stage_import_what_they_would_cut_of_the_whole_state(deepspeed: DeepSpeed, job: Job) -> None:
+def test_any_ranks_and_stage_import_what_they_would_cut_of_the_whole_state(
+    deepspeed: DeepSpeed, job: Job
+) -> None:
     deepspeed.written(job)
     alone, state = in_one_process(deepspeed.path(job), job)
     for stage, world_size in TARGETS:
@@ -260,16 +308,25 @@ def import_and_go_on(path: str, cfg: dict[str, Any], placements: Any) -> list[fl
 
 @pytest.mark.parametrize(("stage", "world_size", "in_files"), [(3, 3, False), (2, 2, True)])
 def test_processes_go_on_from_it_with_their_state_in_files_too(
-    deepspeed: DeepSpeed, ranks: RankPool, stage: int, world_size: int, in_files: bool, tmp_path: Path
+    deepspeed: DeepSpeed,
+    ranks: RankPool,
+    stage: int,
+    world_size: int,
+    in_files: bool,
+    tmp_path: Path,
 ) -> None:
     job = Job(2, "fp32", 2)
     theirs = deepspeed.written(job)["losses"]
     placements = {"optimizer/*": fzero.Placement("nvme", path=str(tmp_path))} if in_files else None
-    for losses in ranks(world_size, import_and_go_on, str(deepspeed.path(job)), config(stage), placements):
+    for losses in ranks(
+        world_size, import_and_go_on, str(deepspeed.path(job)), config(stage), placements
+    ):
         assert_close(losses, theirs, job.precision)
 
 
-def test_a_rank_reads_what_it_holds_and_no_more(deepspeed: DeepSpeed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_what_it_holds_and_no_more(
+    deepspeed: DeepSpeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = Job(3, "fp32", 3, True)
     deepspeed.written(job)
     numels: list[int] = []
@@ -283,16 +340,22 @@ def test_a_rank_reads_what_it_holds_and_no_more(deepspeed: DeepSpeed, monkeypatc
     monkeypatch.setattr(DeepSpeedFiles, "_runs", counted)
     ranks = ranks_of(job, 2)
     state = fzero.deepspeed.import_deepspeed(deepspeed.path(job), step=ranks).state
-    held = sum(x.numel() for x in optree.tree_leaves([state.params, state.optimizer, state.buffers]))
+    held = sum(
+        x.numel() for x in optree.tree_leaves([state.params, state.optimizer, state.buffers])
+    )
     assert held / 2 < sum(numels) <= held
 
 
-# --- as a checkpoint of fzero ------------------------------------------------------------------------------------
+# --- as a checkpoint of fzero ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("job", [JOBS[0], JOBS[5], JOBS[6]], ids=str)
 def test_a_converted_checkpoint_is_loaded_as_what_was_imported(
-    deepspeed: DeepSpeed, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deepspeed: DeepSpeed,
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     deepspeed.written(job)
     monkeypatch.setattr(deepspeed_checkpoint, "MOST_NBYTES", 1000)
@@ -318,14 +381,22 @@ def test_a_converted_checkpoint_is_loaded_as_what_was_imported(
     weights = fzero.load_weights(tmp_path, step=ranks)
     assert_same([ranks.gather(weights)], [ranks.gather(imported.state)])
     assert main(["export", str(tmp_path), str(tmp_path / "weights"), "--dtype", "float32"]) == 0
-    assert_same([ranks.gather(fzero.load_weights(tmp_path / "weights", step=ranks))], [ranks.gather(imported.state)])
+    assert_same(
+        [ranks.gather(fzero.load_weights(tmp_path / "weights", step=ranks))],
+        [ranks.gather(imported.state)],
+    )
 
 
-# --- to DeepSpeed ------------------------------------------------------------------------------------------------
+# --- to DeepSpeed ---------------------------------------------------------------------------------
 
 BACK = (
     *(Job(1, "fp32", 1), Job(2, "bf16", 2, True, True), Job(3, "fp32", 2), Job(1, "fp16", 2)),
-    *(Job(3, "bf16", 3), Job(3, "fp16", 3), Job(2, "fp32", 3), Job(2, "fp32", 2, optimizer="Adagrad")),
+    *(
+        Job(3, "bf16", 3),
+        Job(3, "fp16", 3),
+        Job(2, "fp32", 3),
+        Job(2, "fp32", 2, optimizer="Adagrad"),
+    ),
 )
 
 
@@ -338,10 +409,19 @@ def test_deepspeed_goes_on_from_an_export_with_the_losses_that_fzero_has_itself(
     middle, _ = run(ranks, ranks.init(make(has_scalar=job.has_scalar).state_dict()), 0, BEFORE)
     fzero.save(middle, tmp_path / "ours", step=ranks, client={"next": BEFORE, "words": ["c"]})
     out = tmp_path / "theirs"
-    words = ["export", str(tmp_path / "ours"), str(out), "--format", "deepspeed-universal", "--torch-optimizer"]
+    words = [
+        "export",
+        str(tmp_path / "ours"),
+        str(out),
+        "--format",
+        "deepspeed-universal",
+        "--torch-optimizer",
+    ]
     assert main(words) == 0
     state, ours = run(ranks, middle, BEFORE, BEFORE + AFTER)
-    request = request_of(job, out) | {"config": job.config | {"checkpoint": {"load_universal": True}}}
+    request = request_of(job, out) | {
+        "config": job.config | {"checkpoint": {"load_universal": True}}
+    }
     theirs = deepspeed.run(job.world_size, [request | {"load": request.pop("save")}])[0]
     assert_close(theirs["losses"], ours, job.precision)
     assert theirs["scale"] == float(state.loss_scale.scale[0])
@@ -355,7 +435,7 @@ def loaded_of(path: Path, ranks: fzero.simulation.LockstepRanks) -> Any:
     return fzero.load(path, step=ranks).state._replace(rng={})
 
 
-# --- what goes wrong ---------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 class Runs:
@@ -369,7 +449,9 @@ class Runs:
 
 
 def edit(path: Path, change: Callable[[Any], None]) -> None:
-    """Changes what is in a file of torch.save, which then has no objects of DeepSpeed's any more."""
+    """Changes what is in a file of torch.save, which then has no objects of DeepSpeed's
+    any more.
+    """
     content = files.read(path)
     reported = content.get("optimizer_state_dict", {})
     for key in ("loss_scaler", "param_slice_mappings"):
@@ -394,7 +476,8 @@ SECOND_LAYER = "layer_02-model_00-model_states.pt"
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a rank's file is missing": (
         lambda folder: optimizer_file(folder, 1).unlink(),
-        r"the files of all 2 ranks .* 'zero_pp_rank_1_mp_rank_00_optim_states.pt' is missing .*; copy it",
+        r"the files of all 2 ranks .* 'zero_pp_rank_1_mp_rank_00_optim_states.pt' is missing .*; "
+        r"copy it",
     ),
     "the first rank's file is missing": (
         lambda folder: optimizer_file(folder, 0).unlink(),
@@ -410,43 +493,64 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a rank's file is cut": (
         lambda folder: cut(optimizer_file(folder, 1)),
-        r"zero_pp_rank_1_mp_rank_00_optim_states.pt must be a whole file .* cannot be read: .*; copy it again",
+        r"zero_pp_rank_1_mp_rank_00_optim_states.pt must be a whole file .* cannot be read: .*; "
+        r"copy it again",
     ),
-    "the model's file is cut": (lambda folder: cut(folder / MODEL), rf"{MODEL} must be a whole file .* cannot be read"),
-    "the model's file is missing": (lambda folder: (folder / MODEL).unlink(), rf"{MODEL} must be .* is missing; copy"),
+    "the model's file is cut": (
+        lambda folder: cut(folder / MODEL),
+        rf"{MODEL} must be a whole file .* cannot be read",
+    ),
+    "the model's file is missing": (
+        lambda folder: (folder / MODEL).unlink(),
+        rf"{MODEL} must be .* is missing; copy",
+    ),
     "a class that runs code": (
         lambda folder: edit(folder / MODEL, lambda reported: reported.update(hooks=Runs(folder))),
-        rf"{MODEL} .* needs the class 'shutil.rmtree' .* might run code; save the checkpoint again without it",
+        rf"{MODEL} .* needs the class 'shutil.rmtree' .* might run code; save the checkpoint again "
+        rf"without it",
     ),
     "a mixture of experts": (
         lambda folder: (folder / "layer_0_expert_0_mp_rank_00_model_states.pt").touch(),
-        r"layer_0_expert_0.* is of a mixture of experts .*; save the whole weights in the job that trained it",
+        r"layer_0_expert_0.* is of a mixture of experts .*; save the whole weights in the job that "
+        r"trained it",
     ),
     "experts reported by a key": (
         lambda folder: edit(folder / MODEL, lambda reported: reported.update(num_experts=[4])),
         rf"{MODEL} with 'num_experts' is of a mixture of experts",
     ),
-    "a pipeline": (lambda folder: (folder / SECOND_LAYER).touch(), rf"{SECOND_LAYER} is of a pipeline"),
+    "a pipeline": (
+        lambda folder: (folder / SECOND_LAYER).touch(),
+        rf"{SECOND_LAYER} is of a pipeline",
+    ),
     "tensor parallelism": (
         lambda folder: (folder / MODEL.replace("00", "01")).touch(),
         r"mp_rank_01_model_states.pt is of tensor or pipeline parallelism",
     ),
-    "state on NVMe": (lambda folder: (folder / "offloaded_tensors").mkdir(), r"is of optimizer state on NVMe"),
+    "state on NVMe": (
+        lambda folder: (folder / "offloaded_tensors").mkdir(),
+        r"is of optimizer state on NVMe",
+    ),
     "files of two saves": (
-        lambda folder: edit(folder / MODEL, lambda reported: reported["param_shapes"][0].pop("embed.weight")),
+        lambda folder: edit(
+            folder / MODEL, lambda reported: reported["param_shapes"][0].pop("embed.weight")
+        ),
         r"zero_pp_rank_0.* must have 1/2 of the \d+ elements that mp_rank_00.* gives for group 0",
     ),
     "a shorter shard": (
-        lambda folder: edit(optimizer_file(folder, 1), lambda reported: shorten(reported["optimizer_state_dict"])),
+        lambda folder: edit(
+            optimizer_file(folder, 1), lambda reported: shorten(reported["optimizer_state_dict"])
+        ),
         r"zero_pp_rank_1.* must have at least \d+ elements of 'fp32' where .* is, and has 3",
     ),
     "another optimizer": (
         lambda folder: [edit(optimizer_file(folder, rank), add_amsgrad) for rank in (0, 1)],
-        r"must be one of those known .* is exp_avg, exp_avg_sq, max_exp_avg_sq; take the weights alone, fzero.load_weights",
+        r"must be one of those known .* is exp_avg, exp_avg_sq, max_exp_avg_sq; take the weights "
+        r"alone, fzero.load_weights",
     ),
     "no optimizer state": (
         lambda folder: [edit(optimizer_file(folder, rank), forget) for rank in (0, 1)],
-        r"must be one of those known here .* and is none, as before the first update; take the weights alone",
+        r"must be one of those known here .* and is none, as before the first update; take the "
+        r"weights alone",
     ),
     "an old format": (
         lambda folder: edit(folder / MODEL, lambda reported: reported.pop("param_shapes")),
@@ -456,12 +560,17 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder.parent / "latest").write_text("global_step9"),
         r"latest must name a folder beside it, and 'global_step9' is not there",
     ),
-    "nothing": (lambda folder: shutil.rmtree(folder.parent), r"must hold a file 'latest' .* pass the folder"),
+    "nothing": (
+        lambda folder: shutil.rmtree(folder.parent),
+        r"must hold a file 'latest' .* pass the folder",
+    ),
 }
 
 
 def shorten(reported: Any) -> None:
-    reported["single_partition_of_fp32_groups"] = [x[:3] for x in reported["single_partition_of_fp32_groups"]]
+    reported["single_partition_of_fp32_groups"] = [
+        x[:3] for x in reported["single_partition_of_fp32_groups"]
+    ]
 
 
 def add_amsgrad(reported: Any) -> None:
@@ -515,12 +624,17 @@ class Renamed(Odd):
 
 
 OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "another width": (lambda: Odd(12), {}, r"'.*' must have shape \(.*12.*\) in the checkpoint, and has \(.*11.*\)"),
+    "another width": (
+        lambda: Odd(12),
+        {},
+        r"'.*' must have shape \(.*12.*\) in the checkpoint, and has \(.*11.*\)",
+    ),
     "another name": (Renamed, {}, r"'model.unused' must be of this model, and is not"),
     "another optimizer": (
         Odd,
         {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
-        r"must keep the same tensors in both jobs, and kept AdamState\(.exp_avg, .exp_avg_sq, .step\)",
+        r"must keep the same tensors in both jobs, and kept AdamState\(.exp_avg, .exp_avg_sq, "
+        r".step\)",
     ),
     "a narrower master": (
         Odd,
@@ -530,7 +644,9 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 }
 
 
-def test_what_was_frozen_there_begins_anew_and_what_is_frozen_here_keeps_its_values(deepspeed: DeepSpeed) -> None:
+def test_what_was_frozen_there_begins_anew_and_what_is_frozen_here_keeps_its_values(
+    deepspeed: DeepSpeed,
+) -> None:
     job = Job(2, "fp32", 2)
     deepspeed.written(job)
     states = []
@@ -543,7 +659,13 @@ def test_what_was_frozen_there_begins_anew_and_what_is_frozen_here_keeps_its_val
         ranks = fzero.simulate(step, 2, by="lockstep")
         message = r"of 'blocks.1.1.weight' begins anew, .*; that of 'unused' is not loaded"
         with pytest.warns(UserWarning, match=message) if flag else nullcontext():
-            states.append((step, ranks, fzero.deepspeed.import_deepspeed(deepspeed.path(job), step=ranks).state))
+            states.append(
+                (
+                    step,
+                    ranks,
+                    fzero.deepspeed.import_deepspeed(deepspeed.path(job), step=ranks).state,
+                )
+            )
     (_, first, before), (_, second, after) = states
     assert_same([second.gather(after)], [first.gather(before)])
     (key,) = [b.key for b in second.plan.flat_buffers if b.layout.names == ("blocks.1.1.weight",)]
@@ -551,11 +673,15 @@ def test_what_was_frozen_there_begins_anew_and_what_is_frozen_here_keeps_its_val
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_model_or_optimizer_is_reported_by_its_name(deepspeed: DeepSpeed, other: str) -> None:
+def test_another_model_or_optimizer_is_reported_by_its_name(
+    deepspeed: DeepSpeed, other: str
+) -> None:
     job = Job(2, "fp32", 2)
     deepspeed.written(job)
     make_model, changes, message = OTHERS[other]
-    ranks = fzero.simulate(fzero.make_train_step(make_model(), job.config | changes), 2, by="lockstep")
+    ranks = fzero.simulate(
+        fzero.make_train_step(make_model(), job.config | changes), 2, by="lockstep"
+    )
     with pytest.raises(ValueError, match=message):
         fzero.deepspeed.import_deepspeed(deepspeed.path(job), step=ranks)
 
@@ -580,16 +706,25 @@ def refused_import(path: str) -> str:
     return str(error.value)
 
 
-def test_an_export_does_not_replace_another_and_names_an_optimizer_that_deepspeed_does_not_know(tmp_path: Path) -> None:
+def test_an_export_does_not_replace_another_and_names_an_optimizer_that_deepspeed_does_not_know(
+    tmp_path: Path,
+) -> None:
     for kind in ("AdamW", "Lamb"):
-        cfg = config(1) | {"optimizer": {"type": kind, "params": {"lr": 1e-2}}, "train_batch_size": 12}
+        cfg = config(1) | {
+            "optimizer": {"type": kind, "params": {"lr": 1e-2}},
+            "train_batch_size": 12,
+        }
         ranks = fzero.simulate(fzero.make_train_step(make(), cfg), 1, by="lockstep")
         fzero.save(ranks.init(), tmp_path / kind, step=ranks)
     fzero.deepspeed.export_deepspeed(tmp_path / "AdamW", tmp_path / "out")
-    with pytest.raises(fzero.CheckpointError, match="global_step0_universal must not be there yet, and is; remove it"):
+    with pytest.raises(
+        fzero.CheckpointError,
+        match="global_step0_universal must not be there yet, and is; remove it",
+    ):
         fzero.deepspeed.export_deepspeed(tmp_path / "AdamW", tmp_path / "out")
     with pytest.raises(
-        ValueError, match=r"of parameter '.*' must be one that DeepSpeed knows \(AdamState, .*LambState"
+        ValueError,
+        match=r"of parameter '.*' must be one that DeepSpeed knows \(AdamState, .*LambState",
     ):
         fzero.deepspeed.export_deepspeed(tmp_path / "Lamb", tmp_path / "out2")
     assert not (tmp_path / "out2").exists()
@@ -598,7 +733,9 @@ def test_an_export_does_not_replace_another_and_names_an_optimizer_that_deepspee
             main(["export", str(tmp_path / "AdamW"), str(tmp_path / "out3"), *words])
 
 
-def test_learning_rates_that_differ_are_not_exported_and_a_warning_says_what_to_do(tmp_path: Path) -> None:
+def test_learning_rates_that_differ_are_not_exported_and_a_warning_says_what_to_do(
+    tmp_path: Path,
+) -> None:
     groups = [{"params": DECAY_FREE, "lr": 1e-3}]
     step = fzero.make_train_step(make(), config(1, scheduler=None), param_groups=groups)
     ranks = fzero.simulate(step, 1, by="lockstep")

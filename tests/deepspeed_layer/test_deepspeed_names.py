@@ -1,4 +1,6 @@
-"""The names of DeepSpeed that other packages import, imported as they do, and held to the real package where it can be called."""
+"""The names of DeepSpeed that other packages import, imported as they do, and held to
+the real package where it can be called.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ CLIENTS = {
         accelerator:get_accelerator  utils:logger  runtime.zero:partition_parameters
         runtime.zero.partition_parameters:zero_wrapper_for_fp_tensor_constructor _orig_torch_arange get_accelerator
     """,
-    "trl": ":zero.GatheredParameters zero.unwrap_model_for_generation __version__ runtime.engine:DeepSpeedEngine",
+    "trl": (
+        ":zero.GatheredParameters zero.unwrap_model_for_generation __version__ "
+        "runtime.engine:DeepSpeedEngine"
+    ),
     "peft": ":zero.GatheredParameters  utils:safe_get_full_fp32_param",
     "lightning": """
         :init_distributed zero.Init checkpointing.checkpoint checkpointing.configure checkpointing.reset
@@ -50,8 +55,13 @@ CLIENTS = {
         runtime.zero.partition_parameters:ZeroParamStatus  runtime.zero.offload_config:OffloadDeviceEnum OffloadStateTypeEnum
         ops.adam:DeepSpeedCPUAdam FusedAdam  utils:safe_get_full_grad  :init_distributed
     """,
-    "ms-swift": ":utils.logger.setLevel utils.groups.get_data_parallel_rank runtime.zero.utils:is_zero_param",
-    "axolotl": ":zero.GatheredParameters utils.set_z3_leaf_modules runtime.zero.config:ZeroStageEnum",
+    "ms-swift": (
+        ":utils.logger.setLevel utils.groups.get_data_parallel_rank "
+        "runtime.zero.utils:is_zero_param"
+    ),
+    "axolotl": (
+        ":zero.GatheredParameters utils.set_z3_leaf_modules runtime.zero.config:ZeroStageEnum"
+    ),
     "sentence-transformers": ":DeepSpeedEngine zero.GatheredParameters",
     "the examples": """
         :add_config_arguments add_tuning_arguments DeepSpeedConfigError DeepSpeedOptimizer OnDevice version
@@ -66,7 +76,9 @@ CLIENTS = {
         runtime.activation_checkpointing:checkpointing  ops.adam.cpu_adam:DeepSpeedCPUAdam  ops.lion.fused_lion:FusedLion
     """,
 }
-"""Module and names as each package takes them: `module:name name`; without a module they are attributes of deepspeed."""
+"""Module and names as each package takes them: `module:name name`; without a module
+they are attributes of deepspeed.
+"""
 
 
 def _wanted() -> list[tuple[str, str, str]]:
@@ -90,31 +102,60 @@ REAL = pytest.mark.long
 """For tests that import the real package, which takes some seconds."""
 
 
-# --- the engine's configuration ------------------------------------------------------------------------------------
+# --- the engine's configuration -------------------------------------------------------------------
 
 FAILING = {"compile_zero_optimization_stage", "swap_tensor_config", "random_ltd_initialize"}
 """Methods that raise in DeepSpeed where nothing is configured."""
 DIFFERING = {
-    "tensor_parallel_config", "data_efficiency_config", "data_sampling_config", "random_ltd_config", "aio_config", "loss_scale",
-    "zero_gather_16bit_weights_on_model_save", "zero_reduce_bucket_size", "zero_allgather_bucket_size", "dynamic_loss_scale",
-}  # fmt: skip
-"""Methods whose answer is fzero's own: what it does, or a shorter block for a feature that is off."""
+    "tensor_parallel_config",
+    "data_efficiency_config",
+    "data_sampling_config",
+    "random_ltd_config",
+    "aio_config",
+    "loss_scale",
+    "zero_gather_16bit_weights_on_model_save",
+    "zero_reduce_bucket_size",
+    "zero_allgather_bucket_size",
+    "dynamic_loss_scale",
+}
+"""Methods whose answer is fzero's own: what it does, or a shorter block for a feature
+that is off.
+"""
 NOT_READ = FAILING | DIFFERING
 GIVEN_KEYS: dict[str, Any] = {
     "zero_optimization": {
-        "stage": 2, "overlap_comm": True, "round_robin_gradients": True, "sub_group_size": 12345, "contiguous_gradients": False,
-        "stage3_max_live_parameters": 77, "stage3_prefetch_bucket_size": 55, "stage3_param_persistence_threshold": 44,
+        "stage": 2,
+        "overlap_comm": True,
+        "round_robin_gradients": True,
+        "sub_group_size": 12345,
+        "contiguous_gradients": False,
+        "stage3_max_live_parameters": 77,
+        "stage3_prefetch_bucket_size": 55,
+        "stage3_param_persistence_threshold": 44,
     },
-    "fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 7, "hysteresis": 3, "min_loss_scale": 2},
-    "optimizer": {"type": "Adam", "params": {"lr": 0.5}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
-    "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "checkpoint": {"tag_validation": "Fail"},
-    "prescale_gradients": True, "gradient_clipping": 0.25, "wall_clock_breakdown": False,
-}  # fmt: skip
+    "fp16": {
+        "enabled": True,
+        "initial_scale_power": 10,
+        "loss_scale_window": 7,
+        "hysteresis": 3,
+        "min_loss_scale": 2,
+    },
+    "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "checkpoint": {"tag_validation": "Fail"},
+    "prescale_gradients": True,
+    "gradient_clipping": 0.25,
+    "wall_clock_breakdown": False,
+}
 
 
 @REAL
 @pytest.mark.parametrize("keys", [{}, GIVEN_KEYS], ids=["defaults", "given"])
-def test_what_the_engine_says_of_its_configuration_is_what_deepspeeds_says(keys: dict[str, Any]) -> None:
+def test_what_the_engine_says_of_its_configuration_is_what_deepspeeds_says(
+    keys: dict[str, Any],
+) -> None:
     with quiet():
         config = importlib.import_module("deepspeed.runtime.config")
         real: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
@@ -125,7 +166,11 @@ def test_what_the_engine_says_of_its_configuration_is_what_deepspeeds_says(keys:
 
             def __getattr__(self, name: str) -> Any:
                 found = real.__dict__[name]
-                return found.fget(self) if isinstance(found, property) else types.MethodType(found, self)
+                return (
+                    found.fget(self)
+                    if isinstance(found, property)
+                    else types.MethodType(found, self)
+                )
 
         fake, compared = Fake(), []
         given = {"optimizer": {"type": "AdamW"}} | keys
@@ -134,7 +179,11 @@ def test_what_the_engine_says_of_its_configuration_is_what_deepspeeds_says(keys:
             engine.config.pop("optimizer")
         for name, method in real.__dict__.items():
             inner = method.fget if isinstance(method, property) else method
-            if name.startswith("_") or name in NOT_READ | REFUSED.keys() or not inspect.isfunction(inner):
+            if (
+                name.startswith("_")
+                or name in NOT_READ | REFUSED.keys()
+                or not inspect.isfunction(inner)
+            ):
                 continue
             source = inspect.getsource(inner)
             if len(inspect.signature(inner).parameters) != 1 or "self._config" not in source:
@@ -151,7 +200,8 @@ def test_what_the_engine_says_of_its_configuration_is_what_deepspeeds_says(keys:
 def test_what_is_not_configuration_is_refused_in_words() -> None:
     engine = made(1)
     with pytest.raises(
-        RuntimeError, match=r"engine.allreduce_bucket: must not be called.*engine.backward\(loss\) reduces"
+        RuntimeError,
+        match=r"engine.allreduce_bucket: must not be called.*engine.backward\(loss\) reduces",
     ):
         engine.allreduce_bucket()
     with pytest.raises(AttributeError, match=r"engine.optimizer: has no 'averaged_gradients'"):
@@ -160,7 +210,9 @@ def test_what_is_not_configuration_is_refused_in_words() -> None:
         engine.optimizer.backward(None)
 
 
-def test_a_script_finds_its_tools_on_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_finds_its_tools_on_the_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     engine = made(3, train_batch_size=12, csv_monitor=monitor, wall_clock_breakdown=True)
     engine.timers("mine").start()
@@ -174,7 +226,12 @@ def test_a_script_finds_its_tools_on_the_engine(tmp_path: Path, capsys: pytest.C
     assert engine.tput_timer.global_step_count == 4 and engine.tput_timer.avg_samples_per_sec() > 0
     engine.monitor.write_events([("Eval/loss", 0.5, 48)])
     assert (tmp_path / "job" / "Eval_loss.csv").read_text() == "step,Eval/loss\n48,0.5\n"
-    assert (engine.mpu, engine.data_parallel_group, engine.seq_parallel_group, engine.has_moe_layers) == (
+    assert (
+        engine.mpu,
+        engine.data_parallel_group,
+        engine.seq_parallel_group,
+        engine.has_moe_layers,
+    ) == (
         None,
         None,
         None,
@@ -183,13 +240,15 @@ def test_a_script_finds_its_tools_on_the_engine(tmp_path: Path, capsys: pytest.C
     engine.empty_partition_cache()
     dataset = [(x, int(y)) for x, y in zip(*data(0))]
     batches = list(engine.deepspeed_io(dataset, batch_size=5, route="eval"))
-    assert [len(y) for _, y in batches] == [5, 5, 2] and torch.equal(torch.cat([x for x, _ in batches]), data(0)[0])
+    assert [len(y) for _, y in batches] == [5, 5, 2] and torch.equal(
+        torch.cat([x for x, _ in batches]), data(0)[0]
+    )
     assert {tuple(x.tolist()) for x, _ in engine.deepspeed_io(dataset, batch_size=1).dataset} == {  # type: ignore[attr-defined]
         tuple(x.tolist()) for x in data(0)[0]
     }
 
 
-# --- errors and classes that scripts ask for -----------------------------------------------------------------------
+# --- errors and classes that scripts ask for ------------------------------------------------------
 
 
 class _Path:
@@ -209,8 +268,12 @@ def _in_no_sync(engine: Any) -> None:
 
 ASSERTED = {
     "no model": lambda: fzero.initialize(model=None, config=settings(1)),
-    "two configurations": lambda: fzero.initialize(model=make(Net), config=settings(1), config_params=settings(1)),
-    "no batch size": lambda: DeepSpeedConfig({"gradient_accumulation_steps": 2, "train_batch_size": 3}),
+    "two configurations": lambda: fzero.initialize(
+        model=make(Net), config=settings(1), config_params=settings(1)
+    ),
+    "no batch size": lambda: DeepSpeedConfig(
+        {"gradient_accumulation_steps": 2, "train_batch_size": 3}
+    ),
     "no_sync in stage 2": lambda: made(2).no_sync().__enter__(),
     "step in no_sync": lambda: _in_no_sync(made(1)),
     "scale of no scalar": lambda: made(1).scale(torch.ones(2)),
@@ -228,10 +291,20 @@ def test_what_deepspeed_asserts_is_an_assertion_error_here(case: str) -> None:
 
 @pytest.mark.parametrize("name", deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES)
 def test_a_configured_scheduler_is_an_instance_of_its_class(name: str) -> None:
-    params = {"LRRangeTest": {}, "WarmupLR": {}, "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}
-    block = {"type": name, "params": params.get(name, {"total_num_steps": 9, "warmup_num_steps": 2})}
+    params = {
+        "LRRangeTest": {},
+        "WarmupLR": {},
+        "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
+    }
+    block = {
+        "type": name,
+        "params": params.get(name, {"total_num_steps": 9, "warmup_num_steps": 2}),
+    }
     scheduler = fzero.initialize(model=make(Net), config=settings(1, scheduler=block))[3]
-    classes = {x: getattr(deepspeed.runtime.lr_schedules, x) for x in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES}
+    classes = {
+        x: getattr(deepspeed.runtime.lr_schedules, x)
+        for x in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+    }
     expected = {name} | ({"WarmupLR"} if name == "WarmupDecayLR" else set())
     assert {x for x, cls in classes.items() if isinstance(scheduler, cls)} == expected
 
@@ -248,7 +321,11 @@ def test_paths_of_any_class_are_paths(tmp_path: Path) -> None:
 def test_errors_of_elasticity_have_deepspeeds_classes() -> None:
     elasticity = deepspeed.elasticity
     block = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2], "version": 0.1}
-    for wrong in ({}, {"elasticity": {"enabled": True}}, {"elasticity": block | {"micro_batch_sizes": [0]}}):
+    for wrong in (
+        {},
+        {"elasticity": {"enabled": True}},
+        {"elasticity": block | {"micro_batch_sizes": [0]}},
+    ):
         with pytest.raises(elasticity.ElasticityConfigError) as error:
             elasticity.compute_elastic_config(wrong, "0.19.6")
         assert isinstance(error.value, elasticity.ElasticityError)
@@ -256,7 +333,7 @@ def test_errors_of_elasticity_have_deepspeeds_classes() -> None:
         elasticity.compute_elastic_config({"elasticity": block}, "0.19.6", world_size=3)
 
 
-# --- the optimizer -------------------------------------------------------------------------------------------------
+# --- the optimizer --------------------------------------------------------------------------------
 
 
 def _steps(engine: Any, *indices: int) -> None:
@@ -302,7 +379,9 @@ def _saves_its_part(stage: int, keys: dict[str, Any], folder: Path | None) -> No
         theirs.load_state_dict({**saved, "world_size": 17})
 
 
-@pytest.mark.parametrize(("stage", "keys", "in_files"), [(1, {}, False), (3, BF16, False), (2, {}, True)])
+@pytest.mark.parametrize(
+    ("stage", "keys", "in_files"), [(1, {}, False), (3, BF16, False), (2, {}, True)]
+)
 def test_a_rank_saves_and_loads_its_own_part_of_the_optimizer(
     ranks: RankPool, tmp_path: Path, stage: int, keys: dict[str, Any], in_files: bool
 ) -> None:
@@ -317,12 +396,18 @@ def test_the_optimizer_has_what_scripts_read() -> None:
     assert (scaler.cur_scale, scaler.dynamic, scaler.scale_window) == (32.0, True, 9)
     assert (optimizer.clip_grad, engine.loss_scale, engine.loss_scale()) == (1.0, 32, 0.0)
     assert not hasattr(made(2).optimizer, "parameter_offload")
-    offload = optimizer.parameter_offload  # as TRL removes hooks around a generation, and adds them again
-    params = [*offload.module.named_parameters(recurse=True), *offload.module.ds_external_parameters()]
+    # as TRL removes hooks around a generation, and adds them again
+    offload = optimizer.parameter_offload
+    params = [
+        *offload.module.named_parameters(recurse=True),
+        *offload.module.ds_external_parameters(),
+    ]
     for hook in (*params, *offload.forward_hooks, *offload.backward_hooks):
         hook.remove()
     offload._register_deepspeed_module(offload.module)
-    optimizer.offload_states(include=[OffloadStateTypeEnum.optim_states], device=OffloadDeviceEnum.cpu, pin_memory=True)
+    optimizer.offload_states(
+        include=[OffloadStateTypeEnum.optim_states], device=OffloadDeviceEnum.cpu, pin_memory=True
+    )
     with pytest.raises(RuntimeError, match="call reload_states first"):
         engine(data(0)[0])
     engine.reload_states(non_blocking=True)
@@ -331,14 +416,18 @@ def test_the_optimizer_has_what_scripts_read() -> None:
 def _generates() -> tuple[Tensor, bool]:
     engine = made(3)
     params = list(engine.module.parameters())
-    to_fetch = [p for p in params if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    to_fetch = [
+        p for p in params if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    ]
     assert len(to_fetch) == len(params) and sum(p.ds_numel for p in params) == sum(
         p.numel() for p in make(Net).parameters()
     )
     with deepspeed.zero.GatheredParameters(to_fetch):
         assert {p.ds_status for p in params} == {ZeroParamStatus.AVAILABLE}
     with deepspeed.zero.unwrap_model_for_generation(engine) as model:
-        found = [model.module(mine(engine, data(0))[0])["logits"] for _ in range(engine.global_rank + 1)]
+        found = [
+            model.module(mine(engine, data(0))[0])["logits"] for _ in range(engine.global_rank + 1)
+        ]
     assert {p.ds_status for p in params} == {ZeroParamStatus.NOT_AVAILABLE}
     engine.destroy()
     return found[0].detach(), hasattr(params[0], "ds_id")
@@ -351,14 +440,16 @@ def test_a_script_sees_which_parameters_a_rank_holds(ranks: RankPool) -> None:
         assert not is_marked
 
 
-# --- single parameters ---------------------------------------------------------------------------------------------
+# --- single parameters ----------------------------------------------------------------------------
 
 
 def _reads_parts(stage: int, folder: Path, where: str) -> dict[str, list[Tensor]]:
     cfg = settings(stage, train_micro_batch_size_per_gpu=6, gradient_accumulation_steps=2)
     if where == NVME:
         nvme = {"device": NVME, "nvme_path": str(folder)}
-        cfg["zero_optimization"] |= {"offload_optimizer": nvme} | ({"offload_param": nvme} if stage == 3 else {})
+        cfg["zero_optimization"] |= {"offload_optimizer": nvme} | (
+            {"offload_param": nvme} if stage == 3 else {}
+        )
     engine = fzero.initialize(model=make(Net), config=cfg)[0]
     tools, param = deepspeed.utils, engine.module.head.weight
     assert tools.safe_get_full_grad(param) is None
@@ -381,17 +472,30 @@ def _reads_parts(stage: int, folder: Path, where: str) -> dict[str, list[Tensor]
     local = tools.safe_get_local_optimizer_state(param, "exp_avg")
     tools.safe_set_local_optimizer_state(param, local + 1, "exp_avg")
     tools.safe_set_local_fp32_param(param, tools.safe_get_local_fp32_param(param) + 1)
-    parts = [tools.safe_get_local_fp32_param(param), tools.safe_get_local_optimizer_state(param, "exp_avg")]
-    wholes = [tools.safe_get_full_fp32_param(param), tools.safe_get_full_optimizer_state(param, "exp_avg")]
+    parts = [
+        tools.safe_get_local_fp32_param(param),
+        tools.safe_get_local_optimizer_state(param, "exp_avg"),
+    ]
+    wholes = [
+        tools.safe_get_full_fp32_param(param),
+        tools.safe_get_full_optimizer_state(param, "exp_avg"),
+    ]
     after = engine.module_state_dict()["head.weight"]
     _steps(engine, 2)
     _steps(engine, 3)
     weights = list(engine.module_state_dict().values())
-    return {"grads": [early, full, doubled, restored], "moment": [moment], "wholes": wholes, "parts": parts,
-            "weights": [after, *weights]}  # fmt: skip
+    return {
+        "grads": [early, full, doubled, restored],
+        "moment": [moment],
+        "wholes": wholes,
+        "parts": parts,
+        "weights": [after, *weights],
+    }
 
 
-@pytest.mark.parametrize(("stage", "where"), [(0, "device"), (1, "device"), (3, "device"), (1, NVME), (3, NVME)])
+@pytest.mark.parametrize(
+    ("stage", "where"), [(0, "device"), (1, "device"), (3, "device"), (1, NVME), (3, NVME)]
+)
 def test_parts_and_wholes_of_a_parameter_are_read_and_written(
     ranks: RankPool, tmp_path: Path, stage: int, where: str
 ) -> None:
@@ -415,11 +519,15 @@ def test_parts_and_wholes_of_a_parameter_are_read_and_written(
 
 
 def test_files_take_what_memory_takes(ranks: RankPool, tmp_path: Path) -> None:
-    here, there = (ranks(2, _reads_parts, 3, tmp_path / where, where)[0] for where in ("device", NVME))
-    assert all(torch.equal(x, y) for key in here for x, y in zip(here[key], there[key], strict=True))
+    here, there = (
+        ranks(2, _reads_parts, 3, tmp_path / where, where)[0] for where in ("device", NVME)
+    )
+    assert all(
+        torch.equal(x, y) for key in here for x, y in zip(here[key], there[key], strict=True)
+    )
 
 
-# --- schedules, optimizers, configuration --------------------------------------------------------------------------
+# --- schedules, optimizers, configuration ---------------------------------------------------------
 
 SCHEDULES = [
     ("WarmupLR", {"warmup_max_lr": [0.1, 0.3], "warmup_num_steps": 5}),
@@ -427,7 +535,15 @@ SCHEDULES = [
     ("WarmupDecayLR", {"total_num_steps": 12, "warmup_max_lr": 0.1, "warmup_num_steps": 4}),
     ("WarmupCosineLR", {"total_num_steps": 12, "warmup_num_steps": 3, "cos_min_ratio": 0.1}),
     ("LRRangeTest", {"lr_range_test_step_size": 3, "lr_range_test_staircase": True}),
-    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "decay_step_size": 3}),
+    (
+        "OneCycle",
+        {
+            "cycle_min_lr": 0.01,
+            "cycle_max_lr": 0.1,
+            "cycle_first_step_size": 4,
+            "decay_step_size": 3,
+        },
+    ),
 ]
 
 
@@ -442,7 +558,9 @@ def test_schedules_write_deepspeeds_rates(name: str, params: dict[str, Any]) -> 
         for _ in range(15):
             optimizer.step()
             schedule.step()
-            found.append([*schedule.get_last_lr(), *(group["lr"] for group in optimizer.param_groups)])
+            found.append(
+                [*schedule.get_last_lr(), *(group["lr"] for group in optimizer.param_groups)]
+            )
             if name == "OneCycle":
                 found[-1].append(optimizer.param_groups[0]["betas"][0])
         loaded = getattr(module, name)(optimizer, **params)
@@ -460,12 +578,16 @@ def test_a_script_passes_its_own_schedule_and_lion() -> None:
     optimizer = deepspeed.ops.lion.FusedLion(model.parameters(), lr=0.01, weight_decay=0.1)
     schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_num_steps=3)
     config = {"train_batch_size": 12, "gradient_clipping": 0.0}
-    engine, _, _, found = fzero.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
+    engine, _, _, found = fzero.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
+    )
     plain = make(Net)
     momenta = [torch.zeros_like(p) for p in plain.parameters()]
     for index in range(4):
         lr = engine.get_lr()[0]
-        grads = torch.autograd.grad(criterion(plain(data(index)[0]), data(index)[1]), list(plain.parameters()))
+        grads = torch.autograd.grad(
+            criterion(plain(data(index)[0]), data(index)[1]), list(plain.parameters())
+        )
         for p, m, g in zip(plain.parameters(), momenta, grads, strict=True):
             p.data = p.data * (1 - lr * 0.1) - lr * (0.9 * m + 0.1 * g).sign()
             m.copy_(0.99 * m + 0.01 * g)
@@ -476,12 +598,25 @@ def test_a_script_passes_its_own_schedule_and_lion() -> None:
 
 @REAL
 def test_configurations_are_read_as_deepspeed_reads_them() -> None:
-    given = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+    given = {
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 2},
+    }
     with quiet():
         theirs = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfig(dict(given))
     ours = DeepSpeedConfig(given)
-    names = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps zero_enabled zero_optimization_stage"
-    for name in [*names.split(), "gradient_clipping", "optimizer_name", "world_size", "elasticity_enabled"]:
+    names = (
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
+        "zero_enabled zero_optimization_stage"
+    )
+    for name in [
+        *names.split(),
+        "gradient_clipping",
+        "optimizer_name",
+        "world_size",
+        "elasticity_enabled",
+    ]:
         assert getattr(ours, name) == getattr(theirs, name), name
     with pytest.raises(DeepSpeedConfigError, match="did you mean"):
         DeepSpeedConfig({"zero_optimization": {"stag": 2}})
@@ -490,7 +625,12 @@ def test_configurations_are_read_as_deepspeed_reads_them() -> None:
 @REAL
 @pytest.mark.parametrize("version", [0.1, 0.2])
 def test_elastic_batches_are_deepspeeds(version: float) -> None:
-    block = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "version": version}
+    block = {
+        "enabled": True,
+        "max_train_batch_size": 2000,
+        "micro_batch_sizes": [2, 4, 6],
+        "version": version,
+    }
     for num_ranks in (4, 8):
         args = ({"elasticity": block}, "0.19.6", num_ranks)
         with quiet():
@@ -508,24 +648,38 @@ def test_a_model_profile_counts_what_deepspeeds_counts(capsys: pytest.CaptureFix
     own = deepspeed.profiling.flops_profiler
     for as_string in (False, True):
         theirs, ours = (
-            x.get_model_profile(model, (5, 8), print_profile=False, as_string=as_string) for x in (real, own)
+            x.get_model_profile(model, (5, 8), print_profile=False, as_string=as_string)
+            for x in (real, own)
         )
         assert ours == theirs
     own.get_model_profile(model, (5, 8))
     assert "Linear" in capsys.readouterr().out
-    for text in ("number_to_string", "macs_to_string", "params_to_string", "flops_to_string", "duration_to_string"):
+    for text in (
+        "number_to_string",
+        "macs_to_string",
+        "params_to_string",
+        "flops_to_string",
+        "duration_to_string",
+    ):
         for number in (0.002, 12, 1234, 5_678_901, 3 * 10**13):
-            assert getattr(own, text)(number) == getattr(real.profiler, text)(number), (text, number)
+            assert getattr(own, text)(number) == getattr(real.profiler, text)(number), (
+                text,
+                number,
+            )
 
 
-# --- the small helpers ---------------------------------------------------------------------------------------------
+# --- the small helpers ----------------------------------------------------------------------------
 
 
 def test_modules_are_marked_as_leaves() -> None:
     model, tools = make(Net), deepspeed.utils
-    found, missing = tools.set_z3_leaf_modules_by_name(model, ["blocks.0", "nowhere"], raise_if_not_found=False)
+    found, missing = tools.set_z3_leaf_modules_by_name(
+        model, ["blocks.0", "nowhere"], raise_if_not_found=False
+    )
     assert (found, missing) == ([model.blocks[0]], ["nowhere"])
-    assert tools.set_z3_leaf_modules_by_suffix(model, ["up"])[0] == [block.up for block in model.blocks]
+    assert tools.set_z3_leaf_modules_by_suffix(model, ["up"])[0] == [
+        block.up for block in model.blocks
+    ]
     assert tools.set_z3_leaf_modules(model, ["Block"]) == list(model.blocks)
     assert len(tools.get_z3_leaf_modules(model)) == 6 and tools.z3_leaf_module(model.blocks[1])
     assert tools.unset_z3_leaf_modules(model, [type(model.blocks[0])]) == list(model.blocks)
@@ -559,7 +713,9 @@ def test_a_script_gives_its_configuration_on_the_command_line(tmp_path: Path) ->
     file.write_text(
         '{"train_batch_size": 12, "optimizer": {"type": "AdamW"}, "zero_optimization": {"sub_group_size": 7}}'
     )
-    parser = deepspeed.add_tuning_arguments(deepspeed.add_config_arguments(argparse.ArgumentParser()))
+    parser = deepspeed.add_tuning_arguments(
+        deepspeed.add_config_arguments(argparse.ArgumentParser())
+    )
     for spelling in ("--deepspeed_config", "--deepscale_config"):
         engine = deepspeed.initialize(parser.parse_args([spelling, str(file)]), make(Net))[0]
         assert (engine.zero_sub_group_size(), engine.config["train_batch_size"]) == (7, 12)
@@ -569,7 +725,9 @@ def test_experts_are_none() -> None:
     tools, model = deepspeed.moe.utils, make(Net)
     groups = [{"params": list(model.parameters())}]
     assert tools.split_params_into_different_moe_groups_for_optimizer(groups) == groups
-    assert tools.has_moe_layers(model) == (False, 0) and not tools.is_moe_param(groups[0]["params"][0])
+    assert tools.has_moe_layers(model) == (False, 0) and not tools.is_moe_param(
+        groups[0]["params"][0]
+    )
 
 
 def test_seeds_and_random_states_are_kept_apart() -> None:
@@ -613,24 +771,43 @@ def _talks() -> tuple[Any, ...]:
     dist.allgather_fn(out, torch.full((2,), float(dist.get_rank())))
     both = [torch.ones(1), torch.ones(2)]
     dist.all_reduce_coalesced(both)
-    assert groups.get_data_parallel_world_size() == 2 and groups._get_data_parallel_group() is dist.get_world_group()
-    assert (groups.get_model_parallel_world_size(), groups._get_sequence_parallel_group()) == (1, None)
+    assert (
+        groups.get_data_parallel_world_size() == 2
+        and groups._get_data_parallel_group() is dist.get_world_group()
+    )
+    assert (groups.get_model_parallel_world_size(), groups._get_sequence_parallel_group()) == (
+        1,
+        None,
+    )
     assert deepspeed.utils.is_initialized() and dist.get_all_ranks_from_group() == [0, 1]
     return x.tolist(), out.tolist(), [y.tolist() for y in both]
 
 
 @REAL
 def test_ranks_talk_by_deepspeeds_names(ranks: RankPool) -> None:
-    assert set(map(str, ranks(2, _talks))) == {"([3.0, 3.0], [0.0, 0.0, 1.0, 1.0], [[2.0], [2.0, 2.0]])"}
+    assert set(map(str, ranks(2, _talks))) == {
+        "([3.0, 3.0], [0.0, 0.0, 1.0, 1.0], [[2.0], [2.0, 2.0]])"
+    }
     with quiet():
         real = importlib.import_module("deepspeed.comm")
-    names = {n for n in dir(real.comm) if inspect.isfunction(getattr(real.comm, n)) and not n.startswith("_")}
+    names = {
+        n
+        for n in dir(real.comm)
+        if inspect.isfunction(getattr(real.comm, n)) and not n.startswith("_")
+    }
     missing = {n for n in names if not hasattr(deepspeed.comm, n)}
-    of_its_own = "timed_op set_backend init_deepspeed_backend mpi_discovery has_comm_data enable_symm_mem_for_group"
-    of_its_log = (
-        "caller_func comm_operation_count debug_log_name default_args logged_comm_ops msg_size_from_args tensor_kwarg"
+    of_its_own = (
+        "timed_op set_backend init_deepspeed_backend mpi_discovery has_comm_data "
+        "enable_symm_mem_for_group"
     )
-    clouds = "in_aml in_aws_sm in_dlts patch_aml_env_for_torch_nccl_backend patch_aws_sm_env_for_torch_nccl_backend"
+    of_its_log = (
+        "caller_func comm_operation_count debug_log_name default_args logged_comm_ops "
+        "msg_size_from_args tensor_kwarg"
+    )
+    clouds = (
+        "in_aml in_aws_sm in_dlts patch_aml_env_for_torch_nccl_backend "
+        "patch_aws_sm_env_for_torch_nccl_backend"
+    )
     assert missing == {
         *of_its_own.split(),
         *clouds.split(),
@@ -652,6 +829,8 @@ def test_checkpoints_become_fp32_state_dicts(ranks: RankPool, tmp_path: Path) ->
     assert found.keys() == expected.keys() and {x.dtype for x in found.values()} == {torch.float32}
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out")
-    loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(make(Net), tmp_path, tag="global_step1")
+    loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(
+        make(Net), tmp_path, tag="global_step1"
+    )
     assert torch.load(tmp_path / "out" / "pytorch_model.bin").keys() == loaded.state_dict().keys()
     assert_close(loaded.state_dict(), found)

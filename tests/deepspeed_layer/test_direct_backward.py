@@ -1,4 +1,6 @@
-"""The laws of `loss.backward()`: it trains bit for bit as `engine.backward(loss)` does, in every stage."""
+"""The laws of `loss.backward()`: it trains bit for bit as `engine.backward(loss)` does,
+in every stage.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ WAYS: dict[str, Callable[[Any, Any, Tensor, Tensor], Any]] = {
 }
 
 
-def _trained(way: str, stage: int, num_micro: int = 1, **keys: Any) -> tuple[list[Any], dict[str, Tensor], float]:
+def _trained(
+    way: str, stage: int, num_micro: int = 1, **keys: Any
+) -> tuple[list[Any], dict[str, Tensor], float]:
     accumulation = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": num_micro}
     engine = made(stage, **accumulation, **keys)
     norms = []
@@ -71,16 +75,23 @@ def test_a_backward_of_the_script_has_the_bits_of_the_engines(ranks: RankPool, s
     runs = ranks(2, _trained_twice, ways, stage)
     assert_same(runs)
     (_, direct, unseen), (*_, seen) = runs[0][1:3]
-    assert unseen != unseen and seen == runs[0][0][2]  # the loss is NaN where the engine has not seen it
+    # the loss is NaN where the engine has not seen it
+    assert unseen != unseen and seen == runs[0][0][2]
     _, expected = plainly(lambda m, i: [criterion(m(data(i)[0]), data(i)[1])], NUM_STEPS)
     assert_close(direct, expected)
     assert_same(ranks(2, _trained_twice, ways[:2], stage, 2))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_in_fp16_a_scaled_loss_has_the_bits_and_another_is_refused(ranks: RankPool, stage: int) -> None:
+def test_in_fp16_a_scaled_loss_has_the_bits_and_another_is_refused(
+    ranks: RankPool, stage: int
+) -> None:
     assert_same(ranks(2, _trained_twice, ["engine", "scaled"], stage, **FP16))
-    assert_same(ranks(2, _trained_twice, ["engine", "loss"], stage, bf16={"enabled": True, "auto_cast": True}))
+    assert_same(
+        ranks(
+            2, _trained_twice, ["engine", "loss"], stage, bf16={"enabled": True, "auto_cast": True}
+        )
+    )
     for seen, norm in ranks(2, _goes_on_unscaled, stage):
         assert "engine.scale(loss).backward()" in seen and norm > 0
 
@@ -96,7 +107,9 @@ def _goes_on_unscaled(stage: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_gradients_of_outputs_go_backward_as_those_of_their_loss(ranks: RankPool, stage: int) -> None:
+def test_gradients_of_outputs_go_backward_as_those_of_their_loss(
+    ranks: RankPool, stage: int
+) -> None:
     for (norms, weights, _), (other_norms, other_weights, _) in ranks(
         2, _trained_twice, ["engine", "by gradient"], stage
     ):
@@ -104,7 +117,7 @@ def test_gradients_of_outputs_go_backward_as_those_of_their_loss(ranks: RankPool
         assert_close(other_weights, weights)
 
 
-# --- several forwards, retained graphs, errors --------------------------------------------------------------------
+# --- several forwards, retained graphs, errors ----------------------------------------------------
 
 
 def _scripts(model: Any, batch: Any, script: str) -> None:
@@ -136,7 +149,9 @@ def _runs_script(stage: int, script: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("script", ["one loss", "two losses", "retained", "inputs"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_any_order_of_forwards_and_backwards_trains_as_a_plain_loop(ranks: RankPool, stage: int, script: str) -> None:
+def test_any_order_of_forwards_and_backwards_trains_as_a_plain_loop(
+    ranks: RankPool, stage: int, script: str
+) -> None:
     module = make(Net)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
     for index in range(NUM_STEPS):
@@ -149,7 +164,9 @@ def test_any_order_of_forwards_and_backwards_trains_as_a_plain_loop(ranks: RankP
 
 
 class Recomputed(Net):
-    """The last module runs again in the backward, before autograd has seen any parameter."""
+    """The last module runs again in the backward, before autograd has seen any
+    parameter.
+    """
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         hidden = []
@@ -169,7 +186,9 @@ def _recomputes(stage: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_modules_that_run_again_in_the_backward_train_as_others(ranks: RankPool, stage: int) -> None:
+def test_modules_that_run_again_in_the_backward_train_as_others(
+    ranks: RankPool, stage: int
+) -> None:
     _, expected = plainly(lambda m, i: [criterion(m(data(i)[0]), data(i)[1])], NUM_STEPS)
     for weights in ranks(2, _recomputes, stage):
         assert_close(weights, expected)
@@ -194,13 +213,17 @@ def _breaks(stage: int) -> tuple[dict[str, Tensor], str]:
     with pytest.raises(ZeroDivisionError):
         criterion(outputs, y).backward()
     engine.set_gradient_accumulation_boundary(True)
-    with pytest.raises(RuntimeError, match="dropped the gradients of earlier micro-steps") as caught:
+    with pytest.raises(
+        RuntimeError, match="dropped the gradients of earlier micro-steps"
+    ) as caught:
         engine.step()
     return engine.module_state_dict(), str(caught.value)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_error_in_the_backward_loses_what_it_loses_in_the_engines(ranks: RankPool, stage: int) -> None:
+def test_an_error_in_the_backward_loses_what_it_loses_in_the_engines(
+    ranks: RankPool, stage: int
+) -> None:
     def losses(model: Any, index: int) -> list[Tensor]:
         return [criterion(model(x), y) / 2 for x, y in (data(10 * index), data(10 * index + 1))]
 
@@ -225,7 +248,9 @@ def test_what_the_engine_cannot_scale_is_reported() -> None:
     with pytest.raises(RuntimeError, match=r"engine.scale: must follow a forward"):
         engine.scale(torch.ones((), requires_grad=True))
     outputs = engine(data(0)[0])
-    with pytest.raises(ValueError, match=r"engine.scale: needs a scalar loss .* output.backward\(gradient\)"):
+    with pytest.raises(
+        ValueError, match=r"engine.scale: needs a scalar loss .* output.backward\(gradient\)"
+    ):
         engine.scale(outputs["logits"])
     old = criterion(outputs, data(0)[1])
     criterion(engine(data(0)[0]), data(0)[1]).backward()
@@ -242,11 +267,13 @@ def test_tensors_are_found_in_any_structure() -> None:
         loss: Any
         rest: Any
 
-    found = tensors_in(Output(torch.tensor(0), {"a": (torch.tensor(1), [torch.tensor(2)]), "b": None}))
+    found = tensors_in(
+        Output(torch.tensor(0), {"a": (torch.tensor(1), [torch.tensor(2)]), "b": None})
+    )
     assert [int(x) for x in found] == [0, 1, 2]
 
 
-# --- unmanaged accumulation ---------------------------------------------------------------------------------------
+# --- unmanaged accumulation -----------------------------------------------------------------------
 
 
 def _unmanaged(stage: int, direct: bool) -> Any:
@@ -273,17 +300,23 @@ def _unmanaged(stage: int, direct: bool) -> Any:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_without_managed_accumulation_every_step_updates(ranks: RankPool, stage: int) -> None:
-    def losses(model: Any, index: int) -> list[Tensor]:  # divided by gradient_accumulation_steps, as in DeepSpeed
-        return [criterion(model(data(10 * index + k)[0]), data(10 * index + k)[1]) / 2 for k in range((2, 1, 3)[index])]
+    # divided by gradient_accumulation_steps, as in DeepSpeed
+    def losses(model: Any, index: int) -> list[Tensor]:
+        return [
+            criterion(model(data(10 * index + k)[0]), data(10 * index + k)[1]) / 2
+            for k in range((2, 1, 3)[index])
+        ]
 
     norms, expected = plainly(losses, 3)
-    for managed, direct in zip(ranks(2, _unmanaged, stage, False), ranks(2, _unmanaged, stage, True), strict=True):
+    for managed, direct in zip(
+        ranks(2, _unmanaged, stage, False), ranks(2, _unmanaged, stage, True), strict=True
+    ):
         assert_same([[managed, direct]])
         assert managed[0] == pytest.approx(norms, rel=1e-4)
         assert_close(managed[1], expected)
 
 
-# --- hangs --------------------------------------------------------------------------------------------------------
+# --- hangs ----------------------------------------------------------------------------------------
 
 
 def run_rank(stage: str) -> None:
@@ -306,7 +339,12 @@ def run_rank(stage: str) -> None:
 def test_a_rank_that_does_not_go_backward_is_named(stage: int) -> None:
     with Job(2, str(stage), 3, file=__file__) as job:
         code, errors = job.end_of(0)
-    assert code == 1 and "rank 1" in errors and "has not come" in errors and "time.sleep(3600)" in errors, errors
+    assert (
+        code == 1
+        and "rank 1" in errors
+        and "has not come" in errors
+        and "time.sleep(3600)" in errors
+    ), errors
     assert "loss.backward()" in errors and "the collective did not come back in time" in errors
 
 

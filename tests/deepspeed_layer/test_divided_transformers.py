@@ -1,4 +1,6 @@
-"""`from_pretrained` under transformers' `HfDeepSpeedConfig` in stage 3: it loads by module, and no rank holds the model."""
+"""`from_pretrained` under transformers' `HfDeepSpeedConfig` in stage 3: it loads by
+module, and no rank holds the model.
+"""
 
 from __future__ import annotations
 
@@ -68,16 +70,36 @@ def test_a_model_is_loaded_without_being_whole(tmp_path: Path, dtype: str) -> No
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 2000}
+    heads = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "vocab_size": 2000,
+    }
     config = Qwen2Config(**sizes, **heads, pad_token_id=0)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(tmp_path / "model", max_shard_size="30MB")
     (tmp_path / "loads.py").write_text(LOADS)
-    # With a fixed threshold malloc returns freed tensors to the system, so that the peak is that of tensors.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    # With a fixed threshold malloc returns freed tensors to the system, so that the peak is that of
+    # tensors.
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+    }
     program = [str(tmp_path / "loads.py"), str(tmp_path / "model"), str(tmp_path), dtype]
-    command = [sys.executable, "-m", "fzero", "run", "--as-deepspeed", "--no_local_rank", "--num_procs", "2", *program]
+    command = [
+        sys.executable,
+        "-m",
+        "fzero",
+        "run",
+        "--as-deepspeed",
+        "--no_local_rank",
+        "--num_procs",
+        "2",
+        *program,
+    ]
     subprocess.run(command, env=environment, check=True, timeout=300)
     found = [json.loads((tmp_path / f"found{rank}.json").read_text()) for rank in range(2)]
     expected = model.state_dict()

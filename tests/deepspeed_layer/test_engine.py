@@ -1,4 +1,6 @@
-"""A script's own loop through the engine trains as the plain loop does, however it puts its forwards and backwards."""
+"""A script's own loop through the engine trains as the plain loop does, however it puts
+its forwards and backwards.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import fzero
 NUM_STEPS = 3
 
 
-# --- scripts: of an engine (or the plain model) what goes backward ---------------------------------------------------
+# --- scripts: of an engine (or the plain model) what goes backward --------------------------------
 
 
 def _one(model: Any, batch: Any) -> list[Tensor]:
@@ -76,8 +78,12 @@ def _trains(stage: int, script: int, **keys: Any) -> tuple[list[float], dict[str
 
 @pytest.mark.parametrize("script", range(len(SCRIPTS)), ids=[f.__name__ for f in SCRIPTS])
 @pytest.mark.parametrize("stage", range(4))
-def test_any_order_of_forwards_and_backwards_trains_as_the_plain_loop(ranks: RankPool, stage: int, script: int) -> None:
-    plain_norms, expected = plainly(lambda m, i: SCRIPTS[script](m, lambda k: data(10 * i + k)), NUM_STEPS)
+def test_any_order_of_forwards_and_backwards_trains_as_the_plain_loop(
+    ranks: RankPool, stage: int, script: int
+) -> None:
+    plain_norms, expected = plainly(
+        lambda m, i: SCRIPTS[script](m, lambda k: data(10 * i + k)), NUM_STEPS
+    )
     for norms, weights in ranks(2, _trains, stage, script):
         assert norms == pytest.approx(plain_norms, rel=1e-4)
         assert_close(weights, expected)
@@ -137,10 +143,14 @@ def test_micro_steps_add_up_to_the_plain_step(ranks: RankPool, stage: int, how: 
         assert_close(weights, expected)
 
 
-def _engine_and_step(stage: int, keys: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _engine_and_step(
+    stage: int, keys: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     cfg = settings(stage, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2, **keys)
     engine = fzero.initialize(model=make(Net), config=cfg)[0]
-    step = fzero.make_train_step(make(Net), cfg, loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1]))
+    step = fzero.make_train_step(
+        make(Net), cfg, loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1])
+    )
     state = step.init()
     for index in range(NUM_STEPS):
         x, y = mine(engine, data(index))
@@ -157,7 +167,9 @@ BF16 = {"bf16": {"enabled": True, "auto_cast": True}, "data_types": {"grad_accum
 
 @pytest.mark.parametrize("keys", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
-def test_the_engine_has_the_bits_of_the_train_step(ranks: RankPool, stage: int, keys: dict[str, Any]) -> None:
+def test_the_engine_has_the_bits_of_the_train_step(
+    ranks: RankPool, stage: int, keys: dict[str, Any]
+) -> None:
     for engine, step in ranks(2, _engine_and_step, stage, keys):
         assert all(torch.equal(engine[name], step[name]) for name in step)
 
@@ -186,7 +198,9 @@ def test_a_graph_that_is_retained_is_gone_through_again(ranks: RankPool, stage: 
 
 
 def _in_parts(stage: int) -> dict[str, Tensor]:
-    """A step from its parts, where a backward that was not expected comes after the last one."""
+    """A step from its parts, where a backward that was not expected comes after the
+    last one.
+    """
     step = fzero.make_train_step(make(Net), settings(stage))
     state = step.init()
     for index in range(NUM_STEPS):
@@ -202,7 +216,9 @@ def _in_parts(stage: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("stage", range(4))
 def test_what_comes_after_the_last_backward_is_added(ranks: RankPool, stage: int) -> None:
     def losses(model: Any, index: int) -> list[Tensor]:
-        return [criterion(model(data(10 * index + k)[0]), data(10 * index + k)[1]) / 3 for k in range(3)]
+        return [
+            criterion(model(data(10 * index + k)[0]), data(10 * index + k)[1]) / 3 for k in range(3)
+        ]
 
     _, expected = plainly(losses, NUM_STEPS)
     for weights in ranks(2, _in_parts, stage):
@@ -215,20 +231,30 @@ def _reduces(script: int) -> dict[Any, Counter[str]]:
     for loss in SCRIPTS[script](engine, lambda part_: mine(engine, data(part_))):
         engine.backward(loss)
     runs = {
-        run: events for run, events in engine.train_step.runtime.learned.orders.learned.items() if run[0] == "backward"
+        run: events
+        for run, events in engine.train_step.runtime.learned.orders.learned.items()
+        if run[0] == "backward"
     }
-    return {run: Counter(event.unit for event in events if event.kind == "reduce") for run, events in runs.items()}
+    return {
+        run: Counter(event.unit for event in events if event.kind == "reduce")
+        for run, events in runs.items()
+    }
 
 
 @pytest.mark.parametrize("script", range(len(SCRIPTS)), ids=[f.__name__ for f in SCRIPTS])
-def test_a_backward_reduces_each_unit_once_however_many_forwards_it_is_of(ranks: RankPool, script: int) -> None:
+def test_a_backward_reduces_each_unit_once_however_many_forwards_it_is_of(
+    ranks: RankPool, script: int
+) -> None:
     for found in ranks(2, _reduces, script):
         assert found and all(counts == dict.fromkeys(counts, 1) for counts in found.values())
 
 
 def _overflows(stage: int) -> list[Any]:
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "auto_cast": True}
-    warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_min_lr": 0.005, "warmup_max_lr": 0.01}}
+    warmup = {
+        "type": "WarmupLR",
+        "params": {"warmup_num_steps": 10, "warmup_min_lr": 0.005, "warmup_max_lr": 0.01},
+    }
     cfg = settings(stage, fp16=fp16, scheduler=warmup)
     engine, optimizer, _, scheduler = fzero.initialize(model=make(Net), config=cfg)
     seen = []
@@ -241,13 +267,21 @@ def _overflows(stage: int) -> list[Any]:
         after = engine.module_state_dict()
         same = all(torch.equal(after[name], before[name]) for name in after)
         seen.append(
-            (optimizer.overflow, engine.was_step_applied(), same, optimizer.loss_scale, scheduler.last_batch_iteration)
+            (
+                optimizer.overflow,
+                engine.was_step_applied(),
+                same,
+                optimizer.loss_scale,
+                scheduler.last_batch_iteration,
+            )
         )
     return [seen, engine.global_steps, engine.skipped_steps]
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_an_overflow_skips_update_and_schedule_and_counts_as_a_step(ranks: RankPool, stage: int) -> None:
+def test_an_overflow_skips_update_and_schedule_and_counts_as_a_step(
+    ranks: RankPool, stage: int
+) -> None:
     for seen, num_steps, num_skipped in ranks(2, _overflows, stage):
         assert [row[0] for row in seen] == [False, True, False, False]
         assert [row[1] for row in seen] == [True, False, True, True]
@@ -257,7 +291,7 @@ def test_an_overflow_skips_update_and_schedule_and_counts_as_a_step(ranks: RankP
         assert (num_steps, num_skipped) == (4, 1)
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_done_is_reported_with_what_to_do_instead() -> None:
@@ -377,7 +411,8 @@ def test_the_middle_of_an_accumulation_is_reported_where_it_would_be_lost(tmp_pa
     engine.backward(criterion(engine(x), y))
     engine.step()
     with pytest.raises(
-        RuntimeError, match=r"set_train_batch_size: .* after 1 of 3 micro-steps; call it after an update"
+        RuntimeError,
+        match=r"set_train_batch_size: .* after 1 of 3 micro-steps; call it after an update",
     ):
         engine.set_train_batch_size(SAMPLES)
     with pytest.warns(UserWarning, match="gradients since the last update are not saved"):

@@ -1,4 +1,6 @@
-"""The laws of an engine as an `nn.Module`, and of its parameters in stage 3, as libraries for DeepSpeed use them."""
+"""The laws of an engine as an `nn.Module`, and of its parameters in stage 3, as
+libraries for DeepSpeed use them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def _as_module(stage: int) -> dict[str, Any]:
     assert isinstance(engine, nn.Module) and isinstance(engine, fzero.Engine)
     names = [name for name, _ in make(Net).named_parameters()]
     assert [name for name, _ in engine.named_parameters()] == [f"module.{name}" for name in names]
-    assert all(own is param for own, param in zip(engine.parameters(), engine.module.parameters(), strict=True))
+    assert all(
+        own is param
+        for own, param in zip(engine.parameters(), engine.module.parameters(), strict=True)
+    )
     assert list(engine.state_dict()) == [f"module.{name}" for name in engine.module.state_dict()]
     assert dict(engine.named_children()) == {"module": engine.module}
     calls: list[str] = []
@@ -42,7 +47,9 @@ def _as_module(stage: int) -> dict[str, Any]:
     outer.train().to(torch.float32).to("cpu").float()
     assert engine.training and engine.module.training and engine.to("cpu") is engine
     engine.module.to("cpu")
-    with pytest.raises(RuntimeError, match=r"engine.to: must keep the device and dtypes of its state"):
+    with pytest.raises(
+        RuntimeError, match=r"engine.to: must keep the device and dtypes of its state"
+    ):
         outer.half()
     x, y = mine(engine, data(0))
     criterion(outer(x), y).backward()
@@ -53,7 +60,9 @@ def _as_module(stage: int) -> dict[str, Any]:
     weights = engine.module_state_dict()
     engine.load_state_dict({f"module.{name}": torch.zeros_like(x) for name, x in weights.items()})
     assert all(not x.any() for x in engine.module_state_dict().values())
-    missing, unexpected = engine.load_state_dict({"module.head.bias": weights["head.bias"], "other": 1}, strict=False)
+    missing, unexpected = engine.load_state_dict(
+        {"module.head.bias": weights["head.bias"], "other": 1}, strict=False
+    )
     assert "module.head.weight" in missing and unexpected == ["module.other"]
     assert next(iter(outer.state_dict())) == f"inner.module.{names[0]}"
     return weights
@@ -65,7 +74,7 @@ def test_an_engine_is_a_module(ranks: RankPool, stage: int) -> None:
     assert_close(first, second, 0.0)
 
 
-# --- stage 3 -------------------------------------------------------------------------------------------------------
+# --- stage 3 --------------------------------------------------------------------------------------
 
 
 def maybe_zero_3(param: Any) -> Tensor:
@@ -89,7 +98,9 @@ def _divided() -> Any:
     assert [p.ds_id for p in engine.parameters()] == list(range(len(before)))
     x, y = mine(engine, data(0))
     shapes = []
-    hook = engine.module.head.register_forward_pre_hook(lambda module, args: shapes.append(module.weight.shape))
+    hook = engine.module.head.register_forward_pre_hook(
+        lambda module, args: shapes.append(module.weight.shape)
+    )
     engine.backward(criterion(engine(x), y))
     engine.step()
     hook.remove()
@@ -145,8 +156,15 @@ def _refuses() -> list[str]:
     engine = made(3)
     param = engine.module.head.weight
     reported = []
-    for use in (lambda: param.clone(), lambda: param.cpu(), lambda: param.half(), lambda: param.to(torch.float16)):
-        with pytest.raises(RuntimeError, match="is sharded over the ranks and has no values here") as caught:
+    for use in (
+        lambda: param.clone(),
+        lambda: param.cpu(),
+        lambda: param.half(),
+        lambda: param.to(torch.float16),
+    ):
+        with pytest.raises(
+            RuntimeError, match="is sharded over the ranks and has no values here"
+        ) as caught:
             use()
         reported.append(str(caught.value))
     assert param.to("cpu") is param and param.to(torch.float32) is param

@@ -1,4 +1,6 @@
-"""A module's buffers under an engine are those of a plain loop, whatever the script does with them, and when."""
+"""A module's buffers under an engine are those of a plain loop, whatever the script
+does with them, and when.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ class Table(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lower, self.norm, self.upper, self.table = nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D), Table()
+        self.lower, self.norm, self.upper, self.table = (
+            nn.Linear(D, D),
+            nn.BatchNorm1d(D),
+            nn.Linear(D, D),
+            Table(),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.table.calls += 1
@@ -70,8 +77,12 @@ WHEN = ("between two updates", "after a forward", "after a backward", "between m
 Found = tuple[list[float], dict[str, Tensor]] | str
 
 
-def _script(use: Callable[[], object], when: str, forward: Any, backward: Any, step: Any) -> list[Any]:
-    """Three updates of two micro-steps each, and one use of the buffers; returns the losses."""
+def _script(
+    use: Callable[[], object], when: str, forward: Any, backward: Any, step: Any
+) -> list[Any]:
+    """Three updates of two micro-steps each, and one use of the buffers; returns the
+    losses.
+    """
     losses = []
     for index in range(6):
         if index == 2 and when == "between two updates":
@@ -121,7 +132,9 @@ def _plain(how: str, when: str, world_size: int) -> Found:
             (loss / 2).backward()
 
     try:
-        losses = _script(lambda: [HOW[how](module) for module in modules], when, on_each, back, update)
+        losses = _script(
+            lambda: [HOW[how](module) for module in modules], when, on_each, back, update
+        )
     except RuntimeError as error:
         return str(error)
     means = [float(torch.stack([x.detach() for x in each]).mean()) for each in losses]
@@ -131,22 +144,29 @@ def _plain(how: str, when: str, world_size: int) -> Found:
 def _engine(how: str, when: str, stage: int) -> Found:
     torch.manual_seed(0)
     config = {
-        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }  # fmt: skip
+    }
     engine: Any = fzero.initialize(model=Net(), config=config)[0]
     axis = engine.train_step.runtime.mesh.world
     try:
         found = _script(
-            lambda: HOW[how](engine.module), when, lambda i: engine(*batch(i, axis.rank)), engine.backward,
+            lambda: HOW[how](engine.module),
+            when,
+            lambda i: engine(*batch(i, axis.rank)),
+            engine.backward,
             lambda _: engine.step(),
-        )  # fmt: skip
+        )
     except RuntimeError as error:
         return str(error)
     losses = [x.item() for x in found]
     if axis.size > 1:
-        every = fzero.comms.collectives.exchange(losses, axis, label=fzero.comms.records.Label("other"))
+        every = fzero.comms.collectives.exchange(
+            losses, axis, label=fzero.comms.records.Label("other")
+        )
         losses = [sum(each) / axis.size for each in zip(*every, strict=True)]
     return losses, engine.module_state_dict()
 
@@ -160,11 +180,15 @@ def _check(how: str, found: dict[tuple[str, int], Found], world_size: int) -> No
         plain = _plain(how, when, world_size)
         if isinstance(plain, str):  # autograd refuses a write into what its backward needs
             assert "modified by an inplace operation" in plain
-            assert isinstance(of_engine, str) and "in place" in of_engine.replace("inplace", "in place"), (when, stage)
+            assert isinstance(of_engine, str) and "in place" in of_engine.replace(
+                "inplace", "in place"
+            ), (when, stage)
             continue
         assert not isinstance(of_engine, str), (when, stage, of_engine)
         # means of two losses, and of buffers over the ranks, are rounded
-        torch.testing.assert_close(of_engine, plain, rtol=1e-5, atol=1e-5, msg=f"{when}, stage {stage}".__add__)
+        torch.testing.assert_close(
+            of_engine, plain, rtol=1e-5, atol=1e-5, msg=f"{when}, stage {stage}".__add__
+        )
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -178,13 +202,19 @@ def test_so_it_is_on_two_ranks(ranks: RankPool, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [torch.ones(4), torch.ones(3, dtype=torch.double), None], ids=["shape", "dtype", "none"]
+    "value",
+    [torch.ones(4), torch.ones(3, dtype=torch.double), None],
+    ids=["shape", "dtype", "none"],
 )
 @pytest.mark.parametrize("call", ["forward", "save_checkpoint", "module_state_dict"])
-def test_a_buffer_of_another_form_is_refused_by_name(value: Tensor | None, call: str, tmp_path: Any) -> None:
+def test_a_buffer_of_another_form_is_refused_by_name(
+    value: Tensor | None, call: str, tmp_path: Any
+) -> None:
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.2}}}
     engine: Any = fzero.initialize(model=Net(), config=config)[0]
-    arguments = {"forward": batch(0, 0), "save_checkpoint": (tmp_path,), "module_state_dict": ()}[call]
+    arguments = {"forward": batch(0, 0), "save_checkpoint": (tmp_path,), "module_state_dict": ()}[
+        call
+    ]
     engine.module.table.scale = value
     with pytest.raises(ValueError, match=r"buffer 'table\.scale': must (keep|remain)"):
         getattr(engine, call)(*arguments)
@@ -208,7 +238,15 @@ def test_statistics_of_forwards_without_gradients_are_saved(tmp_path: Any) -> No
             assert torch.equal(other.module.get_buffer(name), buffer), name
 
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128, torch.int32, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int32,
+    torch.bool,
+)
 
 
 class EveryDtype(nn.Module):
@@ -231,8 +269,13 @@ class EveryDtype(nn.Module):
 
 
 def _every_dtype(stage: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """The buffers after each of two steps, of an engine; and after two steps of the step API."""
-    cfg = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
+    """The buffers after each of two steps, of an engine; and after two steps of the
+    step API.
+    """
+    cfg = {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
     torch.manual_seed(0)
     engine, seen = fzero.initialize(model=EveryDtype(), config=cfg)[0], []
     step = fzero.make_train_step(EveryDtype(), cfg)
@@ -263,5 +306,7 @@ def test_buffers_of_every_dtype_that_ranks_change_differently_are_averaged_or_ra
             for module in plain:
                 module.get_buffer(name).copy_(agreed)
             for of_engine, of_step in found:
-                torch.testing.assert_close(of_engine[index][name], agreed, msg=f"{name}: {{}}".format)
+                torch.testing.assert_close(
+                    of_engine[index][name], agreed, msg=f"{name}: {{}}".format
+                )
                 assert index == 0 or torch.equal(of_step[name], of_engine[1][name]), name

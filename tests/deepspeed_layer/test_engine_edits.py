@@ -1,4 +1,6 @@
-"""What a script does to gradients and moments is what it does in a plain loop, in the stages in which DeepSpeed honours it."""
+"""What a script does to gradients and moments is what it does in a plain loop, in the
+stages in which DeepSpeed honours it.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ D = 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.05, eps=1e-4, weight_decay=0.1),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.3),
+    "Adagrad": lambda params: torch.optim.Adagrad(
+        params, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.3
+    ),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
 }
-"""fzero's own kernels (Adagrad's class makes its state before the first step), and a class that itself makes the step."""
+"""fzero's own kernels (Adagrad's class makes its state before the first step), and a
+class that itself makes the step.
+"""
 
 
 class Net(nn.Module):
@@ -43,7 +49,9 @@ def batch(index: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def moments(entry: Any) -> dict[str, Tensor]:
-    return {key: value for key, value in entry.items() if key != "step" and isinstance(value, Tensor)}
+    return {
+        key: value for key, value in entry.items() if key != "step" and isinstance(value, Tensor)
+    }
 
 
 def zero_all(module: Any, optimizer: Any) -> None:
@@ -122,9 +130,13 @@ GRADS = {
     "through .data": through_data,
     "assign": assign,
     "None for one parameter": none_of_one,
-    "clip_grad_norm_": lambda module, optimizer: nn.utils.clip_grad_norm_(module.parameters(), 0.01),
+    "clip_grad_norm_": lambda module, optimizer: nn.utils.clip_grad_norm_(
+        module.parameters(), 0.01
+    ),
     "optimizer.zero_grad": lambda module, optimizer: optimizer.zero_grad(),
-    "optimizer.zero_grad to zeros": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
+    "optimizer.zero_grad to zeros": lambda module, optimizer: optimizer.zero_grad(
+        set_to_none=False
+    ),
     "module.zero_grad": lambda module, optimizer: module.zero_grad(),
 }
 EDITS = STATE | GRADS
@@ -153,12 +165,19 @@ def _made(stage: int, kind: str, **keys: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     module = Net()
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": zero, **keys}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        **keys,
+    }
     client = OPTIMIZERS[kind](module.parameters())
     return fzero.initialize(model=module, optimizer=client, config=config)[0], client
 
 
-def _engine(edit: str, kind: str, stage: int, *, at: tuple[int, ...], is_clients: bool = False) -> Found:
+def _engine(
+    edit: str, kind: str, stage: int, *, at: tuple[int, ...], is_clients: bool = False
+) -> Found:
     engine, client = _made(stage, kind)
     optimizer, losses = client if is_clients else engine.optimizer, []
     for index in range(5):
@@ -175,7 +194,8 @@ def _engine(edit: str, kind: str, stage: int, *, at: tuple[int, ...], is_clients
 
 
 def _assert_alike(found: Found, plain: Found) -> None:
-    torch.testing.assert_close(found, plain, rtol=2e-5, atol=2e-6)  # sums over the ranks come in another order
+    # sums over the ranks come in another order
+    torch.testing.assert_close(found, plain, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -198,18 +218,28 @@ def test_so_it_is_on_two_ranks(ranks: RankPool, edit: str) -> None:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("edit", GRADS)
-def test_gradients_that_a_script_changes_in_stage_0_are_those_of_the_update(edit: str, kind: str) -> None:
+def test_gradients_that_a_script_changes_in_stage_0_are_those_of_the_update(
+    edit: str, kind: str
+) -> None:
     at = (1, 3)
     for is_clients in (False, True):
-        _assert_alike(_engine(edit, kind, 0, at=at, is_clients=is_clients), _plain(edit, kind, 1, at=at))
+        _assert_alike(
+            _engine(edit, kind, 0, at=at, is_clients=is_clients), _plain(edit, kind, 1, at=at)
+        )
 
 
 @pytest.mark.parametrize("edit", GRADS)
-def test_gradients_that_two_ranks_change_in_stage_0_are_those_of_the_update(ranks: RankPool, edit: str) -> None:
-    _assert_alike(ranks(2, _engine, edit, "AdamW", 0, at=(1, 2))[0], _plain(edit, "AdamW", 2, at=(1, 2)))
+def test_gradients_that_two_ranks_change_in_stage_0_are_those_of_the_update(
+    ranks: RankPool, edit: str
+) -> None:
+    _assert_alike(
+        ranks(2, _engine, edit, "AdamW", 0, at=(1, 2))[0], _plain(edit, "AdamW", 2, at=(1, 2))
+    )
 
 
-def test_engine_zero_grad_before_the_step_makes_an_update_of_nothing_in_stage_0_and_an_error_elsewhere() -> None:
+def test_engine_zero_grad_before_the_step_makes_an_update_of_nothing_in_stage_0_and_an_error_elsewhere() -> (
+    None
+):
     for stage in range(4):
         engine, _ = _made(stage, "AdamW")
         before = engine.module_state_dict()
@@ -233,7 +263,9 @@ def _within(of: str, stage: int) -> tuple[Found, list[str]]:
         for index in range(6):
             loss = engine(*batch(index, engine.global_rank))
             if index in (3, 5):
-                {"engine": engine, "optimizer": engine.optimizer, "module": engine.module}[of].zero_grad()
+                {"engine": engine, "optimizer": engine.optimizer, "module": engine.module}[
+                    of
+                ].zero_grad()
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
@@ -265,7 +297,9 @@ def test_zero_grad_within_an_accumulation_drops_where_deepspeeds_does_and_warns_
     drops = stage < 2 or of == "engine" or (of == "optimizer" and stage == 3)
     warns = (of, stage) in {("engine", 2), ("engine", 3), ("optimizer", 2)}
     for world_size in (1, 2):
-        found, said = ranks(world_size, _within, of, stage)[0] if world_size > 1 else _within(of, stage)
+        found, said = (
+            ranks(world_size, _within, of, stage)[0] if world_size > 1 else _within(of, stage)
+        )
         _assert_alike(found, _plain_within(world_size, drops=drops))
         assert len(said) == warns, said
 
@@ -275,7 +309,10 @@ def test_a_gradient_in_16_bits_is_the_state_s() -> None:
     weights = []
     for by_grad in (True, False):
         torch.manual_seed(0)
-        config = {"bf16": {"enabled": True, "auto_cast": True}, "optimizer": {"type": "AdamW", "params": {"lr": 0.05}}}
+        config = {
+            "bf16": {"enabled": True, "auto_cast": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+        }
         engine: Any = fzero.initialize(model=Net(), config=config)[0]
         for index in range(3):
             engine.backward(engine(*batch(index, 0)))
@@ -283,7 +320,9 @@ def test_a_gradient_in_16_bits_is_the_state_s() -> None:
                 if by_grad:
                     param.grad.mul_(0.5)
                 else:
-                    deepspeed.utils.safe_set_full_grad(param, deepspeed.utils.safe_get_full_grad(param) * 0.5)
+                    deepspeed.utils.safe_set_full_grad(
+                        param, deepspeed.utils.safe_get_full_grad(param) * 0.5
+                    )
             engine.step()
         weights.append(engine.module_state_dict())
     assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
@@ -296,7 +335,10 @@ def test_a_loss_outside_the_forward_adds_to_the_gradients_that_are_shown() -> No
     before = weight.grad.clone()
     weight.square().sum().backward()
     torch.testing.assert_close(weight.grad, before + 2 * weight.detach())
-    with engine.gathered(), pytest.raises(ValueError, match=r"'head\.weight': must be used inside the forward"):
+    with (
+        engine.gathered(),
+        pytest.raises(ValueError, match=r"'head\.weight': must be used inside the forward"),
+    ):
         weight.square().sum().backward()  # of copies
 
 
@@ -304,7 +346,9 @@ def test_the_state_has_the_form_of_torch_optim() -> None:
     for stage in (0, 2):
         engine, client = _made(stage, "AdamW")
         weight, state = engine.module.head.weight, engine.optimizer.state
-        assert len(state) == 0 and weight not in state and not state[weight] and client.state is state
+        assert (
+            len(state) == 0 and weight not in state and not state[weight] and client.state is state
+        )
         engine.backward(engine(*batch(0, 0)))
         engine.step()
         assert set(state) == set(engine.module.parameters()) and list(state[weight]) == [
@@ -353,8 +397,13 @@ def _edits_after_a_backward(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_count_that_divides_a_flat_buffer_after_a_backward_is_refused_by_name(ranks: RankPool, stage: int) -> None:
-    with pytest.raises(RankError, match=r"optimizer\.state: must change between engine\.step\(\) and the next forward"):
+def test_a_count_that_divides_a_flat_buffer_after_a_backward_is_refused_by_name(
+    ranks: RankPool, stage: int
+) -> None:
+    with pytest.raises(
+        RankError,
+        match=r"optimizer\.state: must change between engine\.step\(\) and the next forward",
+    ):
         ranks(2, _edits_after_a_backward, stage)
 
 
@@ -394,7 +443,7 @@ def test_an_entry_that_was_removed_begins_anew_after_a_checkpoint_too(
     _assert_alike(ranks(2, _restarts, stage, tmp_path)[0], (losses[1:], module.state_dict()))
 
 
-# --- changes that ranks make differently -------------------------------------------------------------------------
+# --- changes that ranks make differently ----------------------------------------------------------
 
 
 def grads_by_rank(module: Any, optimizer: Any, rank: int) -> None:
@@ -437,20 +486,34 @@ def alike(module: Any, optimizer: Any, rank: int) -> None:
 
 
 UNLIKE: dict[Any, tuple[str, bool]] = {
-    grads_by_rank: (r"'head\.weight\.grad' is 'values of checksum \w+' on rank 0 and 'values", True),
+    grads_by_rank: (
+        r"'head\.weight\.grad' is 'values of checksum \w+' on rank 0 and 'values",
+        True,
+    ),
     grads_on_one_rank: (r"\.grad' is None on rank 0 and 'values of checksum \w+' on rank 1", True),
     grad_none_on_one_rank: (r"'head\.weight\.grad' is 'None' on rank 0 and None on rank 1", True),
-    moments_on_one_rank: (r"'optimizer\.state\[head\.weight\]\[exp_avg\]' is None on rank 0 and 'values", False),
-    moments_by_rank: (
-        r"'optimizer\.state\[head\.weight\]\[exp_avg\]' is 'values of checksum \w+' on rank 0 and 'val",
+    moments_on_one_rank: (
+        r"'optimizer\.state\[head\.weight\]\[exp_avg\]' is None on rank 0 and 'values",
         False,
     ),
-    counts_by_rank: (r"'optimizer\.state\[body\.weight\]\[step\]' is '3\.0' on rank 0 and '4\.0' on rank 1", False),
+    moments_by_rank: (
+        r"'optimizer\.state\[head\.weight\]\[exp_avg\]' is 'values of checksum \w+' on rank 0 and "
+        r"'val",
+        False,
+    ),
+    counts_by_rank: (
+        r"'optimizer\.state\[body\.weight\]\[step\]' is '3\.0' on rank 0 and '4\.0' on rank 1",
+        False,
+    ),
 }
-"""What ranks change differently, with the error, and whether it comes between a backward and the update."""
+"""What ranks change differently, with the error, and whether it comes between a
+backward and the update.
+"""
 
 
-def _unlike(edit: Callable[[Any, Any, int], None], stage: int, is_late: bool) -> tuple[str, list[str], int]:
+def _unlike(
+    edit: Callable[[Any, Any, int], None], stage: int, is_late: bool
+) -> tuple[str, list[str], int]:
     """The error, the fingerprints of weights at the end, and the step in which it came."""
     engine, _ = _made(stage, "AdamW")
     index = 0
@@ -474,7 +537,9 @@ def test_copies_that_ranks_change_differently_are_an_error_by_the_next_backward(
     words, is_late = UNLIKE[edit]
     for said, _, index in ranks(2, _unlike, edit, 0, is_late):
         assert re.search(
-            "gradients and optimizer state that the script has changed: must be the same on all ranks", said
+            "gradients and optimizer state that the script has changed: must be the same on all "
+            "ranks",
+            said,
         )
         assert re.search(words, said) and "compute it from what is the same on all ranks" in said
         assert index in (2, 3)
@@ -487,7 +552,9 @@ def test_copies_that_ranks_change_alike_stay_copies(ranks: RankPool, is_late: bo
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_moments_of_which_a_rank_holds_a_part_are_its_own_to_change(ranks: RankPool, stage: int) -> None:
+def test_moments_of_which_a_rank_holds_a_part_are_its_own_to_change(
+    ranks: RankPool, stage: int
+) -> None:
     for said, weights, _ in (found := ranks(2, _unlike, _own_part, stage, False)):
         assert not said and weights == found[0][1]
 

@@ -1,4 +1,6 @@
-"""Several engines in one script, and what a script does to its module while an engine holds it."""
+"""Several engines in one script, and what a script does to its module while an engine
+holds it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def _scores(scores: Tensor, value: float) -> Tensor:
     return nn.functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, value))
 
 
-# --- losses that go through two engines ------------------------------------------------------------------------------
+# --- losses that go through two engines -----------------------------------------------------------
 
 
 def _adversaries(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -104,7 +106,9 @@ def _jointly(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_loss_of_two_engines_trains_both_when_it_goes_backward_in_each(ranks: RankPool, stage: int) -> None:
+def test_a_loss_of_two_engines_trains_both_when_it_goes_backward_in_each(
+    ranks: RankPool, stage: int
+) -> None:
     first, second = make(_generator), make(Judge)
     both = [_adamw(first), _adamw(second)]
     for index in range(NUM_STEPS):
@@ -121,7 +125,10 @@ def _three_jointly() -> list[list[dict[str, Tensor]]]:
     found = []
     for stage in (2, 3):
         engines = [
-            _engine(stage, make(lambda: nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), seed))
+            _engine(
+                stage,
+                make(lambda: nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), seed),
+            )
             for seed in range(3)
         ]
         for index in range(2):
@@ -132,7 +139,8 @@ def _three_jointly() -> list[list[dict[str, Tensor]]]:
             third.backward(loss)
             for engine in engines:
                 engine.step()
-        third.backward(third(_samples(9)[0]).square().mean())  # after a forward of its own another order
+        # after a forward of its own another order
+        third.backward(third(_samples(9)[0]).square().mean())
         third.step()
         found.append([engine.module_state_dict() for engine in engines])
     return found
@@ -144,7 +152,7 @@ def test_three_engines_train_of_one_loss_alike_in_stages_2_and_3(ranks: RankPool
             assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-# --- the module ------------------------------------------------------------------------------------------------------
+# --- the module -----------------------------------------------------------------------------------
 
 
 def _pickled(module: nn.Module) -> nn.Module:
@@ -214,7 +222,11 @@ def _adds_a_layer(module: nn.Module) -> None:
         (lambda module: module.double(), "parameter '0.weight': must remain a view of the state"),
         (_replaces, "parameter '0.weight': must be the one that was passed to initialize"),
         (_adds_a_buffer, "buffer '0.late': must be there when the step is made"),
-        (_adds_a_layer, "parameter '3.weight': must be the one that was passed to initialize, and it or its module"),
+        (
+            _adds_a_layer,
+            "parameter '3.weight': must be the one that was passed to initialize, and it or its "
+            "module",
+        ),
     ],
 )
 def test_a_change_of_the_module_that_training_would_lose_is_an_error(
@@ -257,13 +269,17 @@ def _alone_when_gathered(stage: int) -> tuple[bool, int]:
     expected = engine(x).detach()
     with engine.gathered():
         same = all(
-            torch.equal(run(x), expected) for run in (engine, engine.module) for _ in range(engine.global_rank + 1)
+            torch.equal(run(x), expected)
+            for run in (engine, engine.module)
+            for _ in range(engine.global_rank + 1)
         )
     return same, engine.micro_steps
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_inside_gathered_an_engine_runs_on_each_rank_as_it_likes(ranks: RankPool, stage: int) -> None:
+def test_inside_gathered_an_engine_runs_on_each_rank_as_it_likes(
+    ranks: RankPool, stage: int
+) -> None:
     assert ranks(2, _alone_when_gathered, stage) == [(True, 0)] * 2
 
 
@@ -283,7 +299,9 @@ def _with_penalty(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_penalty_of_gradients_trains_where_parameters_are_whole(ranks: RankPool, stage: int) -> None:
+def test_a_penalty_of_gradients_trains_where_parameters_are_whole(
+    ranks: RankPool, stage: int
+) -> None:
     plain = make(_generator)
     own = _adamw(plain)
     for index in range(NUM_STEPS):
@@ -299,7 +317,7 @@ def test_a_penalty_of_gradients_is_an_error_where_parameters_are_divided(ranks: 
         ranks(2, _penalised, 3)
 
 
-# --- parts of the module that the script calls by themselves -----------------------------------------------------------
+# --- parts of the module that the script calls by themselves --------------------------------------
 
 
 class Pair(nn.Module):
@@ -324,34 +342,49 @@ class Pair(nn.Module):
 INSIDE: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a method": lambda model, x, y: model("encode", x).square().mean(),
     "a submodule": lambda model, x, y: model("image", x).square().mean(),
-    "a method beside a forward": lambda model, x, y: model("both", x, y) + model("head", model("encode", x)).mean(),
-    "a submodule of an output": lambda model, x, y: model("head", model("encode", x)).square().mean(),
+    "a method beside a forward": lambda model, x, y: (
+        model("both", x, y) + model("head", model("encode", x)).mean()
+    ),
+    "a submodule of an output": lambda model, x, y: (
+        model("head", model("encode", x)).square().mean()
+    ),
     "a penalty": lambda model, x, y: model("both", x, y) + 0.1 * model("penalty"),
 }
 """The remedy that the error names."""
 
 
 def _losses_of_weights() -> tuple[list[str], bool]:
-    """The errors of losses by weights that are divided, and whether anything has changed."""
+    """The errors of losses by weights that are divided, and whether anything has
+    changed.
+    """
     engine, (x, y) = _engine(3, Pair()), _samples(0)
     before, errors = copy.deepcopy(engine.module_state_dict()), []
-    for loss_of in (engine.module.penalty, lambda: (x @ engine.module.image.weight.T).square().mean()):
+    for loss_of in (
+        engine.module.penalty,
+        lambda: (x @ engine.module.image.weight.T).square().mean(),
+    ):
         with pytest.raises(RuntimeError) as caught:
             engine.backward(engine("both", x, y) + loss_of())
         errors.append(str(caught.value))
-    return errors, any(not torch.equal(value, before[key]) for key, value in engine.module_state_dict().items())
+    return errors, any(
+        not torch.equal(value, before[key]) for key, value in engine.module_state_dict().items()
+    )
 
 
 def test_in_stage_3_a_weight_outside_of_the_forward_is_refused_with_the_remedy_and_trains_nothing(
     ranks: RankPool,
 ) -> None:
     for errors, has_changed in ranks(2, _losses_of_weights):
-        assert not has_changed and all("compute inside the engine's forward" in error for error in errors)
+        assert not has_changed and all(
+            "compute inside the engine's forward" in error for error in errors
+        )
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", INSIDE)
-def test_parts_that_the_forward_runs_by_name_train_as_in_a_plain_loop(name: str, stage: int) -> None:
+def test_parts_that_the_forward_runs_by_name_train_as_in_a_plain_loop(
+    name: str, stage: int
+) -> None:
     torch.manual_seed(0)
     engine, (x, y) = _engine(stage, Pair()), _samples(0)
     torch.manual_seed(0)
@@ -362,7 +395,10 @@ def test_parts_that_the_forward_runs_by_name_train_as_in_a_plain_loop(name: str,
         engine.step()
         optimizer.zero_grad(set_to_none=False)
         for param in plain.parameters():
-            param.grad = torch.zeros_like(param)  # a state decays what got no gradient, as DeepSpeed does
+            # a state decays what got no gradient, as DeepSpeed does
+            param.grad = torch.zeros_like(param)
         INSIDE[name](plain, x, y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    torch.testing.assert_close(engine.module_state_dict(), dict(plain.named_parameters()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        engine.module_state_dict(), dict(plain.named_parameters()), rtol=1e-5, atol=1e-5
+    )

@@ -1,4 +1,6 @@
-"""What scripts hand to `initialize` and ask of what it returns: optimizers, schedulers, data, printing, DeepSpeed's names."""
+"""What scripts hand to `initialize` and ask of what it returns: optimizers, schedulers,
+data, printing, DeepSpeed's names.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ NUM_STEPS = 4
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-# --- optimizers and schedulers of the script -------------------------------------------------------------------------
+# --- optimizers and schedulers of the script ------------------------------------------------------
 
 
 def _grouped(model: nn.Module) -> list[dict[str, Any]]:
@@ -76,7 +78,9 @@ def _one(model: Any, index: int) -> list[Tensor]:
     return [criterion(model(x), y)]
 
 
-def _plain(make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[list[float], dict[str, Tensor]]:
+def _plain(
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+) -> tuple[list[float], dict[str, Tensor]]:
     """The loop of a script without an engine, with its scheduler."""
     module = make(Net)
     optimizer = make_optimizer(module)
@@ -107,7 +111,11 @@ def _client(stage: int, which: int) -> tuple[list[float], dict[str, Tensor]]:
             engine.backward(criterion(engine(x), y))
             rates.append(seen.param_groups[-1]["lr"])
             engine.step()
-        assert scheduler.get_last_lr() == [group["lr"] for group in seen.param_groups] == engine.get_lr()
+        assert (
+            scheduler.get_last_lr()
+            == [group["lr"] for group in seen.param_groups]
+            == engine.get_lr()
+        )
     return rates, engine.module_state_dict()
 
 
@@ -147,9 +155,12 @@ def test_the_schedule_of_the_configuration_is_that_of_a_step() -> None:
     cfg = settings(1, scheduler={"type": "OneCycle", "params": {
         "cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3}})  # fmt: skip
     engine, _, _, scheduler = fzero.initialize(model=make(Net), config=cfg)
-    step = fzero.make_train_step(make(Net), cfg, loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1]))
+    step = fzero.make_train_step(
+        make(Net), cfg, loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1])
+    )
     state = step.init()
-    with pytest.raises(AssertionError, match="need to call step"):  # the words that transformers looks for
+    # the words that transformers looks for
+    with pytest.raises(AssertionError, match="need to call step"):
         scheduler.get_last_lr()
     for index in range(5):
         x, y = data(index)
@@ -157,13 +168,18 @@ def test_the_schedule_of_the_configuration_is_that_of_a_step() -> None:
         engine.step()
         state, metrics = step(state, (x, y))
         assert engine.metrics.lr == metrics.lr
-    assert all(torch.equal(x, y) for x, y in zip(engine.module_state_dict().values(), step.gather(state).values()))
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(engine.module_state_dict().values(), step.gather(state).values())
+    )
     assert scheduler.state_dict() == {"last_batch_iteration": 4}
 
 
 def test_groups_of_parameters_go_with_the_configurations_optimizer() -> None:
     model = make(Net)
-    engine, seen, _, _ = fzero.initialize(model=model, model_parameters=_grouped(model), config=settings(2))
+    engine, seen, _, _ = fzero.initialize(
+        model=model, model_parameters=_grouped(model), config=settings(2)
+    )
     assert [group["weight_decay"] for group in seen.param_groups] == [0.1, 0.0]
     _, expected = plainly(_one, NUM_STEPS, optimizer=lambda params: _adamw_of(list(params)))
     for index in range(NUM_STEPS):
@@ -185,7 +201,10 @@ def test_factories_are_called_with_what_they_make_something_of() -> None:
     cfg = settings(0)
     del cfg["optimizer"]
     engine, seen, _, scheduler = fzero.initialize(
-        model=make(Net), optimizer=lambda params: torch.optim.SGD(params, lr=0.5), lr_scheduler=_step_lr, config=cfg
+        model=make(Net),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
+        lr_scheduler=_step_lr,
+        config=cfg,
     )
     for index in range(2):
         engine.backward(_one(engine, index)[0])
@@ -193,7 +212,7 @@ def test_factories_are_called_with_what_they_make_something_of() -> None:
     assert seen.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == pytest.approx(0.15)
 
 
-# --- what is wrong ---------------------------------------------------------------------------------------------------
+# --- what is wrong --------------------------------------------------------------------------------
 
 
 def _not_the_models(model: nn.Module) -> dict[str, Any]:
@@ -271,10 +290,12 @@ def test_an_optimizer_in_both_places_is_the_scripts_with_a_warning() -> None:
     assert engine.get_lr() == [0.5]
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
-def _reads(drop_last: bool, saved: dict[str, int] | None, num_batches: int) -> tuple[list[list[int]], dict[str, int]]:
+def _reads(
+    drop_last: bool, saved: dict[str, int] | None, num_batches: int
+) -> tuple[list[list[int]], dict[str, int]]:
     cfg = settings(0, train_micro_batch_size_per_gpu=3, dataloader_drop_last=drop_last)
     loader = fzero.initialize(model=make(Net), config=cfg, training_data=list(range(29)))[2]
     if saved:
@@ -292,7 +313,9 @@ def test_a_loader_goes_on_where_another_one_stopped_on_another_number_of_ranks(
     first = ranks(2, _reads, drop_last, None, 4)
     assert first[0][1] == first[1][1] == {"epoch": 0, "samples": 24}
     for (theirs, _), offset in zip(first, (0, 1)):  # both ranks together read what one would
-        assert {x for batch in theirs for x in batch} <= {x for batch in whole[0][:8] for x in batch}, offset
+        assert {x for batch in theirs for x in batch} <= {
+            x for batch in whole[0][:8] for x in batch
+        }, offset
     (rest,) = ranks(1, _reads, drop_last, first[0][1], 12)
     assert rest[0] == whole[0][8:20]
     epoch = {x for batch in whole[0][: 9 if drop_last else 10] for x in batch}
@@ -322,9 +345,14 @@ def _of_every_loader(num_samples: int, batch_size: int, drop_last: bool) -> list
     """The epochs of each loader that the engine makes, for each of `EPOCHS`."""
     data = list(range(num_samples))
     keys = {"train_micro_batch_size_per_gpu": batch_size, "dataloader_drop_last": drop_last}
-    layers, found = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.MSELoss()), list[Epochs]()
+    layers, found = (
+        PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.MSELoss()),
+        list[Epochs](),
+    )
     for epochs in EPOCHS:
-        engine, _, loader, _ = fzero.initialize(model=make(Net), config=settings(0, **keys), training_data=data)
+        engine, _, loader, _ = fzero.initialize(
+            model=make(Net), config=settings(0, **keys), training_data=data
+        )
         piped = fzero.initialize(model=layers, config=settings(0, **keys), training_data=data)[2]
         made = {"training_data": loader, "pipeline": piped} | {
             route: engine.deepspeed_io(data, route=route) for route in ("train", "eval", "predict")
@@ -334,8 +362,11 @@ def _of_every_loader(num_samples: int, batch_size: int, drop_last: bool) -> list
     return found
 
 
-def _deepspeeds(num: int, size: int, drop_last: bool, rank: int, of: Any, *, counts: bool = False) -> list[Epochs]:
-    """The epochs of DeepSpeed's loaders: `of` makes one from a dataset, a sampler or None, and the rest.
+def _deepspeeds(
+    num: int, size: int, drop_last: bool, rank: int, of: Any, *, counts: bool = False
+) -> list[Epochs]:
+    """The epochs of DeepSpeed's loaders: `of` makes one from a dataset, a sampler or
+    None, and the rest.
 
     `counts`: whether the epoch is set to 0, 1, 2 where the script does not set it.
     """
@@ -343,14 +374,20 @@ def _deepspeeds(num: int, size: int, drop_last: bool, rank: int, of: Any, *, cou
     for epochs in EPOCHS:
         sets = [*range(3)] if counts and epochs == [None] * 3 else epochs
         in_order = torch.utils.data.DistributedSampler(data, 2, rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
-        samplers = dict.fromkeys(("training_data", "train")) | dict.fromkeys(("pipeline", "eval", "predict"), in_order)
+        samplers = dict.fromkeys(("training_data", "train")) | dict.fromkeys(
+            ("pipeline", "eval", "predict"), in_order
+        )
         samplers["sampler"] = [*reversed(data)]  # type: ignore[assignment]
-        found.append({name: _drawn(of(data, x, size, drop_last, rank), sets) for name, x in samplers.items()})  # type: ignore[arg-type]
+        found.append(
+            {name: _drawn(of(data, x, size, drop_last, rank), sets) for name, x in samplers.items()}
+        )  # type: ignore[arg-type]
     return found
 
 
 def _as_deepspeed(data: Any, sampler: Any, size: int, drop_last: bool, rank: int) -> Any:
-    """What DeepSpeedDataLoader makes: DistributedSampler's order of the epoch set last, padded to the ranks and then cut."""
+    """What DeepSpeedDataLoader makes: DistributedSampler's order of the epoch set last,
+    padded to the ranks and then cut.
+    """
     sampler = torch.utils.data.DistributedSampler(data, 2, rank) if sampler is None else sampler
     loader: Any = torch.utils.data.DataLoader(data, size, sampler=sampler, drop_last=drop_last)
     loader.data_sampler = sampler
@@ -359,9 +396,12 @@ def _as_deepspeed(data: Any, sampler: Any, size: int, drop_last: bool, rank: int
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_every_loader_draws_the_batches_of_deepspeeds(ranks: RankPool, sizes: tuple[int, int], drop_last: bool) -> None:
-    """Length, order, shuffling and padding of three epochs, whatever epochs a script sets. Where it sets none, each is shuffled
-    anew here: these are the batches of a script that counts its epochs. (DeepSpeed repeats the order of the first.)"""
+def test_every_loader_draws_the_batches_of_deepspeeds(
+    ranks: RankPool, sizes: tuple[int, int], drop_last: bool
+) -> None:
+    """Length, order, shuffling and padding of three epochs, whatever epochs a script
+    sets. Where it sets none, each is shuffled anew here: these are the batches of a
+    script that counts its epochs. (DeepSpeed repeats the order of the first.)"""
     for rank, found in enumerate(ranks(2, _of_every_loader, *sizes, drop_last)):
         assert found == _deepspeeds(*sizes, drop_last, rank, _as_deepspeed, counts=True)
 
@@ -371,8 +411,18 @@ def test_deepspeeds_loader_is_what_the_table_says() -> None:
     real = importlib.import_module("deepspeed.runtime.dataloader").DeepSpeedDataLoader
 
     def of(data: Any, sampler: Any, size: int, drop_last: bool, rank: int) -> Any:
-        return real(data, size, False, 0, None, num_local_io_workers=0, data_sampler=sampler, data_parallel_world_size=2,
-                    data_parallel_rank=rank, dataloader_drop_last=drop_last)  # fmt: skip
+        return real(
+            data,
+            size,
+            False,
+            0,
+            None,
+            num_local_io_workers=0,
+            data_sampler=sampler,
+            data_parallel_world_size=2,
+            data_parallel_rank=rank,
+            dataloader_drop_last=drop_last,
+        )
 
     for (num, size), drop_last, rank in itertools.product(SIZES, (False, True), range(2)):
         args = (num, size, drop_last, rank)
@@ -381,7 +431,9 @@ def test_deepspeeds_loader_is_what_the_table_says() -> None:
         assert alone == [alone[0]] * 3, args
 
 
-def _sets_epochs(saved: dict[str, int] | None, epoch: int) -> tuple[list[list[int]], dict[str, int]]:
+def _sets_epochs(
+    saved: dict[str, int] | None, epoch: int
+) -> tuple[list[list[int]], dict[str, int]]:
     """The first two batches after a script has set the epoch, and the position."""
     cfg = settings(0, train_micro_batch_size_per_gpu=3)
     loader = fzero.initialize(model=make(Net), config=cfg, training_data=list(range(29)))[2]
@@ -405,13 +457,15 @@ def test_a_script_that_sets_the_epoch_it_resumes_in_goes_on_inside_it() -> None:
 
 def test_a_loader_that_stopped_inside_a_batch_of_all_ranks_says_so() -> None:
     loader = fzero.initialize(
-        model=make(Net), config=settings(0, train_micro_batch_size_per_gpu=4), training_data=list(range(29))
+        model=make(Net),
+        config=settings(0, train_micro_batch_size_per_gpu=4),
+        training_data=list(range(29)),
     )[2]
     with pytest.raises(ValueError, match="a multiple of 4 samples"):
         loader.load_state_dict({"epoch": 0, "samples": 6})
 
 
-# --- what it prints and writes ---------------------------------------------------------------------------------------
+# --- what it prints and writes --------------------------------------------------------------------
 
 
 def test_steps_per_print_wall_clock_and_csv_do_what_they_promise(
@@ -430,14 +484,21 @@ def test_steps_per_print_wall_clock_and_csv_do_what_they_promise(
     assert [line for line in lines if line.startswith("step=")] == [
         f"step={n}, skipped=0, lr=[0.01], mom=[(0.9, 0.999)]" for n in (2, 4)
     ]
-    assert [line for line in lines if line.startswith("wall clock")] == [f"wall clock of step {n}" for n in range(1, 5)]
-    assert all(sum(line.split()[:1] == [part] for line in lines) >= 4 for part in ("forward", "backward", "update"))
+    assert [line for line in lines if line.startswith("wall clock")] == [
+        f"wall clock of step {n}" for n in range(1, 5)
+    ]
+    assert all(
+        sum(line.split()[:1] == [part] for line in lines) >= 4
+        for part in ("forward", "backward", "update")
+    )
     assert sum(line.startswith("memory of step") for line in lines) == 4
     assert any("stage 1" in line for line in lines)
     with (tmp_path / "run" / "Train_Samples_train_loss.csv").open() as file:
         rows = list(csv.reader(file))
     assert rows[0] == ["step", "Train/Samples/train_loss"]
-    assert [(int(n), float(x)) for n, x in rows[1:]] == [(12 * (n + 1), pytest.approx(x)) for n, x in enumerate(losses)]
+    assert [(int(n), float(x)) for n, x in rows[1:]] == [
+        (12 * (n + 1), pytest.approx(x)) for n, x in enumerate(losses)
+    ]
 
 
 def test_tensorboard_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,11 +514,13 @@ def test_keys_of_the_engine_are_checked_like_others() -> None:
         made(0, checkpoint={"tag_validation": "SOMETIMES"})
 
 
-# --- DeepSpeed's names -----------------------------------------------------------------------------------------------
+# --- DeepSpeed's names ----------------------------------------------------------------------------
 
 
 def test_a_command_line_names_the_configuration(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(settings(2, train_batch_size=24, train_micro_batch_size_per_gpu=4)))
+    (tmp_path / "ds.json").write_text(
+        json.dumps(settings(2, train_batch_size=24, train_micro_batch_size_per_gpu=4))
+    )
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")])
     deepspeed.init_distributed()
@@ -466,10 +529,16 @@ def test_a_command_line_names_the_configuration(tmp_path: Path) -> None:
     assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (24, 4)
     assert engine.gradient_accumulation_steps() == 6
     engine.set_train_batch_size(8)
-    assert engine.gradient_accumulation_steps() == 2 and not engine.is_gradient_accumulation_boundary()
+    assert (
+        engine.gradient_accumulation_steps() == 2 and not engine.is_gradient_accumulation_boundary()
+    )
     with pytest.raises(ConfigError, match="must be a multiple of 4"):
         engine.set_train_batch_size(6)
-    assert (engine.zero_optimization_stage(), engine.fp16_enabled(), engine.bfloat16_enabled()) == (2, False, False)
+    assert (engine.zero_optimization_stage(), engine.fp16_enabled(), engine.bfloat16_enabled()) == (
+        2,
+        False,
+        False,
+    )
     assert engine.get_global_grad_norm() is None and not engine.was_step_applied()
     assert engine.optimizer is optimizer and optimizer.loss_scale == 1.0
     accelerator = deepspeed.get_accelerator()
@@ -496,7 +565,10 @@ def test_of_a_frozen_parameter_there_is_no_master_no_gradient_and_no_state(stage
     x, y = data(0)
     engine.backward(criterion(engine(x), y))
     get, frozen, trained = deepspeed.utils, module.blocks[1].up.weight, module.blocks[0].up.weight
-    assert get.safe_get_full_fp32_param(frozen) is None and get.safe_get_full_fp32_param(trained) is not None
+    assert (
+        get.safe_get_full_fp32_param(frozen) is None
+        and get.safe_get_full_fp32_param(trained) is not None
+    )
     assert get.safe_get_full_grad(frozen) is None and get.safe_get_full_grad(trained) is not None
     assert get.safe_get_full_optimizer_state(frozen, "exp_avg") is None
     assert get.safe_get_full_optimizer_state(trained, "exp_avg") is not None
@@ -509,7 +581,9 @@ def test_of_a_frozen_parameter_there_is_no_master_no_gradient_and_no_state(stage
 
 
 @pytest.mark.parametrize("folder", ["", None, 3])
-def test_an_empty_path_is_no_folder(folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_path_is_no_folder(
+    folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     engine = made(0)
     for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
@@ -524,7 +598,8 @@ def test_leaf_modules_that_are_not_there_are_reported() -> None:
     assert len({tuple(find(module, given)) for given in names}) == 1 and find(module, [nn.Linear])
     for given in ([nn.Conv2d], ["Lineer"], []):
         with pytest.raises(
-            ValueError, match=r"must be those of some modules of Net, got .*its modules are of Block, La"
+            ValueError,
+            match=r"must be those of some modules of Net, got .*its modules are of Block, La",
         ):
             find(module, given)
         assert find(module, given, raise_if_not_found=False) == []
@@ -535,13 +610,18 @@ def test_leaf_modules_that_are_not_there_are_reported() -> None:
 
 def test_who_must_not_join_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     joined = []
-    monkeypatch.setattr("fzero.comms.process_group.join", lambda *args, **kwargs: joined.append(args))
+    monkeypatch.setattr(
+        "fzero.comms.process_group.join", lambda *args, **kwargs: joined.append(args)
+    )
     deepspeed.init_distributed(dist_init_required=False)
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(ConfigError, match="dist_init_required: must not be False where torchrun has started 2 ranks"):
+    with pytest.raises(
+        ConfigError,
+        match="dist_init_required: must not be False where torchrun has started 2 ranks",
+    ):
         deepspeed.init_distributed(dist_init_required=False)
     assert not joined
     deepspeed.init_distributed()
@@ -560,7 +640,11 @@ class Recomputed(Net):
 def _recomputes(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     deepspeed.checkpointing.configure(None, partition_activations=False)
     found = []
-    for engine in (made(stage), made(stage, Recomputed), made(stage, activation_checkpointing={"every": 1})):
+    for engine in (
+        made(stage),
+        made(stage, Recomputed),
+        made(stage, activation_checkpointing={"every": 1}),
+    ):
         for index in range(2):
             x, y = mine(engine, data(index))
             engine.backward(criterion(engine(x), y))
@@ -572,7 +656,10 @@ def _recomputes(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_runs_again_in_the_backward_changes_nothing(ranks: RankPool, stage: int) -> None:
     for plain, theirs, ours in ranks(2, _recomputes, stage):
-        assert all(torch.equal(plain[name], theirs[name]) and torch.equal(plain[name], ours[name]) for name in plain)
+        assert all(
+            torch.equal(plain[name], theirs[name]) and torch.equal(plain[name], ours[name])
+            for name in plain
+        )
 
 
 def test_what_checkpointing_cannot_do_is_an_error() -> None:
@@ -602,12 +689,19 @@ def test_the_example_learns_on_two_ranks_and_goes_on_on_one(tmp_path: Path) -> N
         str(tmp_path),
     ]
     launch = [sys.executable, "-m", "fzero", "--num_procs", "2"]
-    first = subprocess.run([*launch, *script, "--steps", "40"], capture_output=True, text=True, timeout=240)
+    first = subprocess.run(
+        [*launch, *script, "--steps", "40"], capture_output=True, text=True, timeout=240
+    )
     assert first.returncode == 0, first.stderr
     assert "step=40, skipped=0" in first.stdout
     right = re.search(r"after 40 steps ([0-9.]+)% of the digits", first.stdout)
     assert right is not None and float(right[1]) > 40  # ten by chance
-    again = subprocess.run([sys.executable, *script, "--steps", "42"], capture_output=True, text=True, timeout=240)
+    again = subprocess.run(
+        [sys.executable, *script, "--steps", "42"], capture_output=True, text=True, timeout=240
+    )
     assert again.returncode == 0, again.stderr
-    assert f"goes on from {tmp_path / 'global_step40'}" in again.stdout and "after 42 steps" in again.stdout
+    assert (
+        f"goes on from {tmp_path / 'global_step40'}" in again.stdout
+        and "after 42 steps" in again.stdout
+    )
     assert (tmp_path / "pytorch_model.bin").exists()

@@ -1,4 +1,6 @@
-"""What an engine trains can be saved, looked at, changed and computed with, in every stage."""
+"""What an engine trains can be saved, looked at, changed and computed with, in every
+stage.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,16 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr":
 
 
 def _resumable(stage: int, **keys: Any) -> Any:
-    cfg = settings(stage, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2, scheduler=WARMUP, **keys)
-    return fzero.initialize(model=make(Noisy), config=cfg, training_data=[(x, y) for x, y in zip(*data(0, 40))])
+    cfg = settings(
+        stage,
+        train_micro_batch_size_per_gpu=2,
+        gradient_accumulation_steps=2,
+        scheduler=WARMUP,
+        **keys,
+    )
+    return fzero.initialize(
+        model=make(Noisy), config=cfg, training_data=[(x, y) for x, y in zip(*data(0, 40))]
+    )
 
 
 def _train(engine: Any, batches: Any, num_steps: int) -> list[float]:
@@ -63,7 +73,10 @@ def _resumes(stage: int, folder: Path, **keys: Any) -> tuple[list[float], dict[s
     engine, _, loader, scheduler = _resumable(stage, **keys)
     path, client = engine.load_checkpoint(folder)
     assert (path, client) == (str(folder / "global_step2" / "latest"), {"note": [1, "two"]})
-    assert (engine.global_steps, engine.micro_steps) == (2, 4) and scheduler.last_batch_iteration == 1
+    assert (engine.global_steps, engine.micro_steps) == (
+        2,
+        4,
+    ) and scheduler.last_batch_iteration == 1
     assert engine.global_samples == 4 * engine.train_batch_size() // 2
     return _train(engine, deepspeed.utils.RepeatingLoader(loader), 2), engine.module_state_dict()
 
@@ -77,7 +90,9 @@ def test_a_script_that_loads_goes_on_bit_for_bit(
     ranks: RankPool, tmp_path: Path, stage: int, keys: dict[str, Any]
 ) -> None:
     saved = ranks(2, _saves, stage, tmp_path, **keys)
-    for (losses, weights), (others, loaded) in zip(saved, ranks(2, _resumes, stage, tmp_path, **keys), strict=True):
+    for (losses, weights), (others, loaded) in zip(
+        saved, ranks(2, _resumes, stage, tmp_path, **keys), strict=True
+    ):
         assert losses == others
         assert all(torch.equal(weights[name], loaded[name]) for name in weights)
 
@@ -98,7 +113,9 @@ def _saves_as_mine(stage: int, folder: Path) -> dict[str, Tensor]:
     return engine.module_state_dict()
 
 
-def test_a_checkpoint_is_loaded_by_any_stage_on_any_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_by_any_stage_on_any_number_of_ranks(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     weights = ranks(2, _saves_as_mine, 3, tmp_path)[0]
     for world_size, stage in ((1, 0), (3, 2), (2, 1)):
         for loaded in ranks(world_size, _loads_elsewhere, stage, tmp_path):
@@ -124,7 +141,10 @@ def test_what_is_not_to_be_loaded_is_not(tmp_path: Path) -> None:
     assert (other.global_steps, scheduler.last_batch_iteration) == (2, -1)
     assert deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg").any()
     other.load_checkpoint(tmp_path)
-    assert scheduler.last_batch_iteration == 1 and optimizer.param_groups[0]["lr"] == engine.get_lr()[0]
+    assert (
+        scheduler.last_batch_iteration == 1
+        and optimizer.param_groups[0]["lr"] == engine.get_lr()[0]
+    )
 
 
 def _tags(how: str, folder: Path) -> None:
@@ -132,7 +152,9 @@ def _tags(how: str, folder: Path) -> None:
     engine.save_checkpoint(folder, tag=f"of {engine.global_rank}")
 
 
-def test_tags_that_differ_are_an_error_where_the_configuration_says_so(ranks: RankPool, tmp_path: Path) -> None:
+def test_tags_that_differ_are_an_error_where_the_configuration_says_so(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     with pytest.raises(RankError, match="tag must be the same on all ranks"):
         ranks(2, _tags, "Fail", tmp_path)
     ranks(2, _tags, "Ignore", tmp_path / "other")
@@ -152,11 +174,13 @@ def test_weights_are_written_in_16_bits(ranks: RankPool, tmp_path: Path, stage: 
     found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert found.keys() == full.keys()
     for name, param in make(Noisy).named_parameters(remove_duplicate=False):
-        assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], param.detach().bfloat16())
+        assert found[name].dtype == torch.bfloat16 and torch.equal(
+            found[name], param.detach().bfloat16()
+        )
     assert (tmp_path / "model.safetensors").exists()
 
 
-# --- single parameters ----------------------------------------------------------------------------------------------
+# --- single parameters ----------------------------------------------------------------------------
 
 
 def _looks(stage: int) -> dict[str, Any]:
@@ -172,14 +196,18 @@ def _looks(stage: int) -> dict[str, Any]:
     engine.step()
     reported["after"] = get.safe_get_full_fp32_param(param)
     reported["exp_avg"] = get.safe_get_full_optimizer_state(param, "exp_avg")
-    get.safe_set_full_optimizer_state(param, torch.full_like(reported["exp_avg"], 2.0), "exp_avg_sq")
+    get.safe_set_full_optimizer_state(
+        param, torch.full_like(reported["exp_avg"], 2.0), "exp_avg_sq"
+    )
     reported["exp_avg_sq"] = get.safe_get_full_optimizer_state(param, "exp_avg_sq")
     get.safe_set_full_fp32_param(param, torch.full(getattr(param, "ds_shape", param.shape), 3.0))
     reported["set"] = get.safe_get_full_fp32_param(param)
     with deepspeed.zero.GatheredParameters([param]):
         reported["gathered"] = param.detach().clone()
     reported["neighbour"] = get.safe_get_full_fp32_param(engine.module.blocks[1].up.bias)
-    with pytest.raises(ValueError, match=r"must be one that has the parameter's shape: \['exp_avg', 'exp_avg_sq'\]"):
+    with pytest.raises(
+        ValueError, match=r"must be one that has the parameter's shape: \['exp_avg', 'exp_avg_sq'\]"
+    ):
         get.safe_get_full_optimizer_state(param, "momentum")
     return reported
 
@@ -224,7 +252,11 @@ def test_changes_of_gathered_parameters_count_with_a_modifier_rank_and_are_an_er
             after["head.weight"] - 0.25
         ).abs().max() < 0.02  # by the master
     with pytest.raises(
-        RankError, match=r"'head\.weight' must not change while modifier_rank is None, and was changed on rank 1"
+        RankError,
+        match=(
+            r"'head\.weight' must not change while modifier_rank is None, and was changed on "
+            r"rank 1"
+        ),
     ):
         ranks(2, _modifies, stage, None)
 
@@ -235,7 +267,9 @@ def _away() -> list[str]:
     assert isinstance(param, PartitionedParameter) and isinstance(param, nn.Parameter)
     assert (param.shape, param.numel(), param.dtype) == ((0,), 0, torch.float32)
     assert (param.ds_shape, param.ds_numel) == ((3, WIDTH), 3 * WIDTH)
-    assert sum(p.ds_numel for p in engine.parameters()) == sum(p.numel() for p in make(Net).parameters())
+    assert sum(p.ds_numel for p in engine.parameters()) == sum(
+        p.numel() for p in make(Net).parameters()
+    )
     errors = []
     for use in (
         lambda: param + 1,
@@ -249,17 +283,24 @@ def _away() -> list[str]:
     return errors
 
 
-def test_a_parameter_that_is_divided_has_no_elements_and_refuses_to_compute(ranks: RankPool) -> None:
+def test_a_parameter_that_is_divided_has_no_elements_and_refuses_to_compute(
+    ranks: RankPool,
+) -> None:
     for errors in ranks(2, _away):
         assert "and T needs them" in errors[3], "the attribute, and not __get__"
-        assert all("is sharded over the ranks" in error and "GatheredParameters" in error for error in errors)
+        assert all(
+            "is sharded over the ranks" in error and "GatheredParameters" in error
+            for error in errors
+        )
 
 
-# --- computing with the module --------------------------------------------------------------------------------------
+# --- computing with the module --------------------------------------------------------------------
 
 
 def _transforms(stage: int) -> dict[str, Any]:
-    """Gradients for each sample, a Jacobian, and gradients of inputs, between the steps of training."""
+    """Gradients for each sample, a Jacobian, and gradients of inputs, between the steps
+    of training.
+    """
     engine = made(stage)
     x, y = mine(engine, data(0))
     engine.backward(criterion(engine(x), y))
@@ -270,7 +311,9 @@ def _transforms(stage: int) -> dict[str, Any]:
     with engine.gathered() as params:
 
         def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(functional_call(engine.module, params, (x[None],))["logits"], y[None])
+            return nn.functional.cross_entropy(
+                functional_call(engine.module, params, (x[None],))["logits"], y[None]
+            )
 
         reported["each"] = vmap(grad(loss_of), in_dims=(None, 0, 0))(params, x, y)
     doubled = {name: 2 * value for name, value in params.items()}
@@ -283,7 +326,9 @@ def _transforms(stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_transforms_of_torch_func_go_through_the_module_in_every_stage(ranks: RankPool, stage: int) -> None:
+def test_transforms_of_torch_func_go_through_the_module_in_every_stage(
+    ranks: RankPool, stage: int
+) -> None:
     module = make(Net)
     _, expected = plainly(lambda m, i: [criterion(m(data(0)[0]), data(0)[1])], 1)
     params = {name: p.detach() for name, p in module.named_parameters()}
@@ -291,12 +336,20 @@ def test_transforms_of_torch_func_go_through_the_module_in_every_stage(ranks: Ra
         x, y = (t.chunk(2)[rank] for t in data(0))
 
         def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(functional_call(module, params, (x[None],))["logits"], y[None])
+            return nn.functional.cross_entropy(
+                functional_call(module, params, (x[None],))["logits"], y[None]
+            )
 
-        torch.testing.assert_close(reported["inputs"], grad(lambda x: module(x)["logits"].square().sum())(x))
-        torch.testing.assert_close(reported["jacobian"], jacrev(lambda x: module(x[None])["logits"][0])(x[0]))
+        torch.testing.assert_close(
+            reported["inputs"], grad(lambda x: module(x)["logits"].square().sum())(x)
+        )
+        torch.testing.assert_close(
+            reported["jacobian"], jacrev(lambda x: module(x[None])["logits"][0])(x[0])
+        )
         torch.testing.assert_close(reported["mapped"], module(x)["logits"].detach())
-        doubled = functional_call(module, {name: 2 * value for name, value in params.items()}, (x,))["logits"]
+        doubled = functional_call(
+            module, {name: 2 * value for name, value in params.items()}, (x,)
+        )["logits"]
         torch.testing.assert_close(reported["doubled"], doubled)
         each = vmap(grad(loss_of), in_dims=(None, 0, 0))(params, x, y)
         assert_close(reported["each"], each)
@@ -306,7 +359,9 @@ def test_transforms_of_torch_func_go_through_the_module_in_every_stage(ranks: Ra
 def _infers(stage: int) -> list[Tensor]:
     cfg = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
     engine, optimizer, _, scheduler = fzero.initialize(model=make(Net), config=cfg)
-    assert (optimizer, scheduler) == (None, None) and not any(p.requires_grad for p in engine.parameters())
+    assert (optimizer, scheduler) == (None, None) and not any(
+        p.requires_grad for p in engine.parameters()
+    )
     assert not engine.state.grads and not engine.state.optimizer
     engine.eval()
     x, _ = mine(engine, data(0))
@@ -322,7 +377,9 @@ def _infers(stage: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_engine_without_an_optimizer_computes_and_does_not_train(ranks: RankPool, stage: int) -> None:
+def test_an_engine_without_an_optimizer_computes_and_does_not_train(
+    ranks: RankPool, stage: int
+) -> None:
     module = make(Net)
     for rank, (logits, predicted, gathered, slope) in enumerate(ranks(2, _infers, stage)):
         x = data(0)[0].chunk(2)[rank].requires_grad_()
@@ -346,7 +403,9 @@ def _evaluates(stage: int) -> tuple[list[Tensor], dict[str, Tensor], int]:
         engine.backward(loss)
         engine.step()
     own = [p for p in engine.module.parameters() if isinstance(p, PartitionedParameter)]
-    assert torch.equal(engine.module.norm.running_mean, engine.module_state_dict()["norm.running_mean"])
+    assert torch.equal(
+        engine.module.norm.running_mean, engine.module_state_dict()["norm.running_mean"]
+    )
     return reported, engine.module_state_dict(), len(own)
 
 
@@ -359,8 +418,12 @@ def test_evaluation_leaves_no_trace_and_all_stages_agree(ranks: RankPool) -> Non
     assert [ranks_[0][2] for ranks_ in found] == [0, 0, 0, len(list(make(Noisy).parameters()))]
 
 
-def _streams(stage: int, folder: Path, where: str, precision: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """The weights at times, with parameters, gradients, masters and moments on the device or in files."""
+def _streams(
+    stage: int, folder: Path, where: str, precision: Mapping[str, Any]
+) -> list[dict[str, Tensor]]:
+    """The weights at times, with parameters, gradients, masters and moments on the
+    device or in files.
+    """
     cfg = settings(stage) | dict(precision)
     if where == "files":
         nvme = {"device": "nvme", "nvme_path": str(folder)}
@@ -381,7 +444,8 @@ def _streams(stage: int, folder: Path, where: str, precision: Mapping[str, Any])
     assert deepspeed.utils.safe_get_full_optimizer_state(engine.module.head.weight, "exp_avg").any()
     engine.save_checkpoint(folder / where)
     assert all(
-        torch.equal(found[0][name], value.to(found[0][name])) for name, value in engine.module_state_dict().items()
+        torch.equal(found[0][name], value.to(found[0][name]))
+        for name, value in engine.module_state_dict().items()
     )
     train(2)
     engine.load_checkpoint(folder / where)
@@ -396,7 +460,9 @@ def test_what_lives_in_files_trains_as_on_the_device_and_goes_through_checkpoint
     ranks: RankPool, tmp_path: Path, stage: int, precision: Mapping[str, Any]
 ) -> None:
     _, expected = plainly(lambda m, i: [criterion(m(data(i)[0]), data(i)[1])], 2)
-    here, there = (ranks(2, _streams, stage, tmp_path, where, precision) for where in ("device", "files"))
+    here, there = (
+        ranks(2, _streams, stage, tmp_path, where, precision) for where in ("device", "files")
+    )
     for (first, after, again), others in zip(here, there, strict=True):
         if not precision:
             assert_close(first, expected)
@@ -421,7 +487,10 @@ def test_a_model_on_meta_is_filled_unit_by_unit_and_trains(stage: int) -> None:
     with torch.device("meta"):
         model = Noisy()
     engine = fzero.initialize(model=model, config=settings(stage))[0]
-    assert engine.module.head.weight.device.type == "cpu" and engine.module.norm.running_mean.device.type == "cpu"
+    assert (
+        engine.module.head.weight.device.type == "cpu"
+        and engine.module.norm.running_mean.device.type == "cpu"
+    )
     x, y = data(0)
     losses = []
     for _ in range(6):
@@ -430,7 +499,7 @@ def test_a_model_on_meta_is_filled_unit_by_unit_and_trains(stage: int) -> None:
     assert losses[-1] < losses[0]
 
 
-# --- what scripts ask of it ------------------------------------------------------------------------------------------
+# --- what scripts ask of it -----------------------------------------------------------------------
 
 
 def _loaded(stage: int) -> tuple[Any, ...]:
@@ -443,24 +512,35 @@ def _loaded(stage: int) -> tuple[Any, ...]:
     x, y = mine(engine, data(0))
     engine.backward(criterion(engine(x.bfloat16()), y))
     engine.step()
-    with pytest.raises(ValueError, match=r"^load_module_state_dict: names must be those of the model, got no 'blocks"):
+    with pytest.raises(
+        ValueError,
+        match=r"^load_module_state_dict: names must be those of the model, got no 'blocks",
+    ):
         engine.load_module_state_dict({"head.bias": other["head.bias"]})
     engine.load_module_state_dict({"head.bias": torch.full((3,), 7.0)}, strict=False)
     return other, whole, some, engine.module_state_dict()["head.bias"]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_weights_that_are_loaded_are_those_of_the_masters_in_every_stage(stage: int, ranks: RankPool) -> None:
+def test_weights_that_are_loaded_are_those_of_the_masters_in_every_stage(
+    stage: int, ranks: RankPool
+) -> None:
     for other, whole, some, bias in ranks(2, _loaded, stage):
-        assert other.keys() == whole.keys() and all(torch.equal(whole[name], other[name]) for name in other)
+        assert other.keys() == whole.keys() and all(
+            torch.equal(whole[name], other[name]) for name in other
+        )
         assert {name.removeprefix("module.") for name in some} == other.keys()
         assert bias.tolist() == [7.0, 7.0, 7.0]
 
 
 def test_an_engine_reports_its_settings_by_the_names_of_deepspeed() -> None:
-    engine = made(2, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=3, bf16={"enabled": True})
+    engine = made(
+        2, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=3, bf16={"enabled": True}
+    )
     assert engine.get_batch_info() == (12, 4, 3)
-    assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16) and engine.get_type() == ["adamw"]
+    assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16) and engine.get_type() == [
+        "adamw"
+    ]
     assert (engine.optimizer_name(), engine.scheduler_name()) == ("adamw", None)
     assert engine.zero_offload_optimizer() is None and not engine.zero_cpu_offload()
     assert not engine.flops_profiler_enabled() and engine.flops_profiler_profile_step() == 1
@@ -486,14 +566,18 @@ def test_gathered_parameters_may_be_entered_again_and_subclassed() -> None:
 
 
 def _merges(stage: int, factor: float) -> tuple[list[str], bool]:
-    """As PEFT's `merge_adapter` and `unmerge_adapter`; returns the warnings, and whether the weights are the same bits."""
+    """As PEFT's `merge_adapter` and `unmerge_adapter`; returns the warnings, and
+    whether the weights are the same bits.
+    """
     engine = made(stage)
     before, params = engine.module_state_dict(), list(engine.module.parameters())
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         with torch.no_grad(), deepspeed.zero.GatheredParameters(params):
             for seed, param in enumerate(params):
-                delta = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+                delta = (
+                    torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+                )
                 param.add_(delta).sub_(delta * factor)
     after = engine.module_state_dict()
     x, y = mine(engine, data(0))
@@ -504,7 +588,9 @@ def _merges(stage: int, factor: float) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_rounding_of_an_adapter_that_was_merged_and_unmerged_is_dropped(ranks: RankPool, stage: int) -> None:
+def test_the_rounding_of_an_adapter_that_was_merged_and_unmerged_is_dropped(
+    ranks: RankPool, stage: int
+) -> None:
     for said, are_same in ranks(2, _merges, stage, 1.0):
         assert are_same and len(said) == 1 and "merged and unmerged" in said[0]
     with pytest.raises(RankError, match="must not change while modifier_rank is None"):

@@ -1,4 +1,6 @@
-"""What one rank may do alone in stages 0 to 2: an evaluation sends nothing, and all ranks train on afterwards."""
+"""What one rank may do alone in stages 0 to 2: an evaluation sends nothing, and all
+ranks train on afterwards.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,21 @@ ALONE: dict[str, Callable[[fzero.Engine], Any]] = {
     "forwards of several lengths": _generates,
     "a method": lambda engine: engine.module.predict(x),
     "a submodule": lambda engine: engine.module.blocks[0](x),
-    "state_dict": lambda engine: {name: value.clone() for name, value in engine.module.state_dict().items()},
-    "parameters": lambda engine: sum(param.detach().sum().item() for param in engine.module.parameters()),
-    "learning rate": lambda engine: (engine.get_lr(), [group["lr"] for group in engine.optimizer.param_groups]),  # type: ignore[union-attr]
-    "numbers": lambda engine: (engine.get_global_grad_norm(), engine.loss_scale, engine.global_steps),
+    "state_dict": lambda engine: {
+        name: value.clone() for name, value in engine.module.state_dict().items()
+    },
+    "parameters": lambda engine: sum(
+        param.detach().sum().item() for param in engine.module.parameters()
+    ),
+    "learning rate": lambda engine: (
+        engine.get_lr(),
+        [group["lr"] for group in engine.optimizer.param_groups],
+    ),  # type: ignore[union-attr]
+    "numbers": lambda engine: (
+        engine.get_global_grad_norm(),
+        engine.loss_scale,
+        engine.global_steps,
+    ),
     "log": lambda engine: engine.log_line("one"),
 }
 
@@ -80,9 +93,13 @@ def _trained(stage: int, what: str, when: str) -> tuple[list[float], dict[str, T
 @pytest.mark.parametrize("when", ["before", "between", "inside"])
 @pytest.mark.parametrize("what", ALONE)
 @pytest.mark.parametrize("stage", range(3))
-def test_what_needs_no_other_rank_may_be_done_by_one_alone(ranks: RankPool, stage: int, what: str, when: str) -> None:
+def test_what_needs_no_other_rank_may_be_done_by_one_alone(
+    ranks: RankPool, stage: int, what: str, when: str
+) -> None:
     world_size = 3 if when == "before" else 2
-    norms, weights = plainly(lambda model, index: [criterion(model(data(index)[0]), data(index)[1])], 4)
+    norms, weights = plainly(
+        lambda model, index: [criterion(model(data(index)[0]), data(index)[1])], 4
+    )
     for found_norms, found in ranks(world_size, _trained, stage, what, when):
         assert found_norms == pytest.approx(norms, rel=2e-4)
         assert_close(found, weights)

@@ -1,4 +1,6 @@
-"""The classes of `engine.optimizer` and of the optimizer inside it: those of DeepSpeed in each stage, as measured there."""
+"""The classes of `engine.optimizer` and of the optimizer inside it: those of DeepSpeed
+in each stage, as measured there.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,41 @@ from fzero.deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from fzero.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from fzero.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-WRAPPERS = (DeepSpeedOptimizer, ZeROOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+WRAPPERS = (
+    DeepSpeedOptimizer,
+    ZeROOptimizer,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+)
 WRAPPED = {  # stage, 16 bits: the wrappers that engine.optimizer is one of; none in stage 0 in fp32
-    (0, False): (), (0, True): WRAPPERS[:1], (1, False): WRAPPERS[:3], (1, True): WRAPPERS[:3], (2, False): WRAPPERS[:3],
-    (2, True): WRAPPERS[:3], (3, False): (*WRAPPERS[:2], WRAPPERS[3]), (3, True): (*WRAPPERS[:2], WRAPPERS[3]),
-}  # fmt: skip
+    (0, False): (),
+    (0, True): WRAPPERS[:1],
+    (1, False): WRAPPERS[:3],
+    (1, True): WRAPPERS[:3],
+    (2, False): WRAPPERS[:3],
+    (2, True): WRAPPERS[:3],
+    (3, False): (*WRAPPERS[:2], WRAPPERS[3]),
+    (3, True): (*WRAPPERS[:2], WRAPPERS[3]),
+}
 TORCH = {"torch_adam": True}
 CONFIGURED: list[tuple[str, dict[str, Any], bool, type[torch.optim.Optimizer]]] = [
-    ("Adam", {}, False, FusedAdam), ("AdamW", {}, False, FusedAdam), ("Adam", TORCH, False, torch.optim.AdamW),
-    ("AdamW", TORCH, False, torch.optim.AdamW), ("Adam", TORCH | {"adam_w_mode": False}, False, torch.optim.Adam),
-    ("Adam", {}, True, DeepSpeedCPUAdam), ("Lion", {}, False, FusedLion), ("Lion", {}, True, DeepSpeedCPULion),
-    ("Adagrad", {}, False, torch.optim.Adagrad), ("Adagrad", {}, True, DeepSpeedCPUAdagrad), ("SGD", {}, False, torch.optim.SGD),
-]  # fmt: skip
+    ("Adam", {}, False, FusedAdam),
+    ("AdamW", {}, False, FusedAdam),
+    ("Adam", TORCH, False, torch.optim.AdamW),
+    ("AdamW", TORCH, False, torch.optim.AdamW),
+    ("Adam", TORCH | {"adam_w_mode": False}, False, torch.optim.Adam),
+    ("Adam", {}, True, DeepSpeedCPUAdam),
+    ("Lion", {}, False, FusedLion),
+    ("Lion", {}, True, DeepSpeedCPULion),
+    ("Adagrad", {}, False, torch.optim.Adagrad),
+    ("Adagrad", {}, True, DeepSpeedCPUAdagrad),
+    ("SGD", {}, False, torch.optim.SGD),
+]
 
 
-def _made(stage: int, *, bf16: bool = False, offloads: bool = False, client: Any = None, **keys: Any) -> Any:
+def _made(
+    stage: int, *, bf16: bool = False, offloads: bool = False, client: Any = None, **keys: Any
+) -> Any:
     zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offloads else {})
     model = make(Net)
     optimizer = None if client is None else client(model.parameters())
@@ -59,15 +81,21 @@ def _step(engine: Any) -> None:
 
 @pytest.mark.parametrize(("stage", "bf16"), WRAPPED)
 @pytest.mark.parametrize("client", [None, torch.optim.AdamW])
-def test_the_optimizer_is_of_deepspeeds_classes_in_each_stage(stage: int, bf16: bool, client: Any) -> None:
+def test_the_optimizer_is_of_deepspeeds_classes_in_each_stage(
+    stage: int, bf16: bool, client: Any
+) -> None:
     keys: dict[str, Any] = {} if client else {"optimizer": {"type": "AdamW", "params": TORCH}}
     engine, optimizer = _made(stage, bf16=bf16, client=client, **keys)
-    assert tuple(cls for cls in WRAPPERS if isinstance(engine.optimizer, cls)) == WRAPPED[stage, bf16]
+    assert (
+        tuple(cls for cls in WRAPPERS if isinstance(engine.optimizer, cls)) == WRAPPED[stage, bf16]
+    )
     found, depth = engine.optimizer, 0
     while hasattr(found, "optimizer"):  # as libraries look for the innermost
         found, depth = found.optimizer, depth + 1
     assert (
-        depth == bool(WRAPPED[stage, bf16]) and isinstance(found, torch.optim.AdamW) and engine.basic_optimizer is found
+        depth == bool(WRAPPED[stage, bf16])
+        and isinstance(found, torch.optim.AdamW)
+        and engine.basic_optimizer is found
     )
     assert optimizer is None or not depth or found is optimizer
 
@@ -79,7 +107,9 @@ def test_a_configured_optimizer_is_of_the_class_that_deepspeed_makes(
 ) -> None:
     if offloads and stage == 0:
         pytest.skip("DeepSpeed offloads no optimizer in stage 0")
-    engine, _ = _made(stage, offloads=offloads, optimizer={"type": name, "params": {"lr": 0.1, **params}})
+    engine, _ = _made(
+        stage, offloads=offloads, optimizer={"type": name, "params": {"lr": 0.1, **params}}
+    )
     basic = engine.basic_optimizer
     assert type(basic) is kind
     with pytest.raises(RuntimeError, match=r"call engine.step\(\)"):
@@ -99,7 +129,9 @@ class Own(torch.optim.AdamW):
 
 
 def test_in_stage_0_in_fp32_the_optimizer_is_the_scripts_own_object() -> None:
-    """As in DeepSpeed: given as an object or as a function, with its class, its attributes, and what torch does with it."""
+    """As in DeepSpeed: given as an object or as a function, with its class, its
+    attributes, and what torch does with it.
+    """
     made_by: list[Own] = []
 
     def maker(params: Any) -> Own:
@@ -156,7 +188,9 @@ def test_hooks_of_an_optimizer_change_gradients_before_and_weights_after() -> No
         optimizer.register_step_pre_hook(lambda *_: halve(params))
         optimizer.register_step_post_hook(lambda *_: [p.data.clamp_(-0.1, 0.1) for p in params])
 
-    engine, optimizer = _made(0, client=lambda params: torch.optim.SGD(params, lr=0.25), gradient_clipping=0.0)
+    engine, optimizer = _made(
+        0, client=lambda params: torch.optim.SGD(params, lr=0.25), gradient_clipping=0.0
+    )
     hook([*engine.module.parameters()], optimizer)
     own = make(Net)
     plain = torch.optim.SGD(own.parameters(), lr=0.25)
@@ -179,12 +213,16 @@ def test_a_step_that_a_script_has_put_on_the_object_is_refused() -> None:
     model = make(Net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
-    with pytest.raises(fzero.ConfigError, match=r"step replaced on the object.*register_step_pre_hook"):
+    with pytest.raises(
+        fzero.ConfigError, match=r"step replaced on the object.*register_step_pre_hook"
+    ):
         fzero.initialize(model=model, optimizer=optimizer, config={})
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_script_writes_and_reads_files_of_its_own_through_the_engine(tmp_path: Path, stage: int) -> None:
+def test_a_script_writes_and_reads_files_of_its_own_through_the_engine(
+    tmp_path: Path, stage: int
+) -> None:
     engine, _ = _made(stage)
     files, path = engine.checkpoint_engine, tmp_path / "tag" / "mine.pt"
     files.makedirs(path.parent, exist_ok=True)
@@ -194,13 +232,19 @@ def test_a_script_writes_and_reads_files_of_its_own_through_the_engine(tmp_path:
     read = files.load(str(path), map_location=torch.device("cpu"))
     assert read["step"] == 7 and torch.equal(read["weights"], torch.arange(3.0))
     torch.save({"args": Namespace(lr=1)}, path)
-    with pytest.raises(ValueError, match=r"must hold tensors and plain values, and needs .*Namespace"):
+    with pytest.raises(
+        ValueError, match=r"must hold tensors and plain values, and needs .*Namespace"
+    ):
         files.load(path)
     with pytest.raises(ValueError, match=r"checkpoint_engine.load: .*missing.pt is missing"):
         files.load(tmp_path / "missing.pt")
-    with pytest.raises(AttributeError, match=r"checkpoint_engine: must not be replaced.*fzero.start_save"):
+    with pytest.raises(
+        AttributeError, match=r"checkpoint_engine: must not be replaced.*fzero.start_save"
+    ):
         engine.checkpoint_engine = files
-    assert engine._get_optimizer_ckpt_name("d", "t", 3) == "d/t/expp_rank_3_mp_rank_00_optim_states.pt"
+    assert (
+        engine._get_optimizer_ckpt_name("d", "t", 3) == "d/t/expp_rank_3_mp_rank_00_optim_states.pt"
+    )
 
 
 def test_rates_set_in_the_inner_optimizer_count() -> None:
@@ -208,7 +252,9 @@ def test_rates_set_in_the_inner_optimizer_count() -> None:
     before = {name: value.clone() for name, value in engine.module_state_dict().items()}
     engine.optimizer.optimizer.param_groups[0]["lr"] = 0.0
     _step(engine)
-    assert all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in engine.module_state_dict().items()
+    )
     torch.optim.lr_scheduler.StepLR(engine.optimizer.optimizer, 1)
 
 
@@ -220,13 +266,25 @@ def test_an_optimizer_without_a_class_here_is_torchs_base() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_scripts_own_muon_is_refused_with_the_configurations(stage: int) -> None:
-    """It would train matrices only, and fzero updates flat shards; the configuration's Muon has Adam for the rest."""
+    """It would train matrices only, and fzero updates flat shards; the configuration's
+    Muon has Adam for the rest.
+    """
     remedy = r'must not be torch\.optim\.Muon.*"optimizer": \{"type": "Muon"\}'
     for make_optimizer in (torch.optim.Muon, lambda params: torch.optim.Muon(list(params), lr=0.1)):
         model = torch.nn.Linear(4, 4, bias=False)
-        given = make_optimizer(model.parameters()) if make_optimizer is torch.optim.Muon else make_optimizer
+        given = (
+            make_optimizer(model.parameters())
+            if make_optimizer is torch.optim.Muon
+            else make_optimizer
+        )
         with pytest.raises(fzero.ConfigError, match=remedy):
-            fzero.initialize(model=model, optimizer=given, config={"zero_optimization": {"stage": stage}})
-    config = {"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 2}
+            fzero.initialize(
+                model=model, optimizer=given, config={"zero_optimization": {"stage": stage}}
+            )
+    config = {
+        "optimizer": {"type": "Muon"},
+        "zero_optimization": {"stage": stage},
+        "train_micro_batch_size_per_gpu": 2,
+    }
     engine = fzero.initialize(model=torch.nn.Linear(4, 4), config=config)[0]
     assert engine.optimizer_name() == "muon"

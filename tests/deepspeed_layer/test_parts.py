@@ -1,4 +1,6 @@
-"""Parts of the engine's module that a script calls by themselves, and weights that a loss uses, train as in the plain loop."""
+"""Parts of the engine's module that a script calls by themselves, and weights that a
+loss uses, train as in the plain loop.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ STEPS, WIDTH, SAMPLES = 3, 6, 12
 
 
 class Net(nn.Module):
-    """Two encoders of several units, a head beside the forward, tied weights, a frozen part and a 0-d parameter."""
+    """Two encoders of several units, a head beside the forward, tied weights, a frozen
+    part and a 0-d parameter.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +37,9 @@ class Net(nn.Module):
         )
         self.text = nn.Sequential(nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Linear(8, WIDTH))
         self.aux, self.back = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH, bias=False)
-        self.back.weight = nn.Parameter(torch.empty(WIDTH, 4).normal_(generator=torch.Generator().manual_seed(0)))
+        self.back.weight = nn.Parameter(
+            torch.empty(WIDTH, 4).normal_(generator=torch.Generator().manual_seed(0))
+        )
         self.twin = nn.Linear(WIDTH, 8)
         self.twin.weight = self.text[0].weight
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -49,7 +55,10 @@ class Net(nn.Module):
         return self.scale.exp() * self.encode(x) + self.text(y)
 
     def everything(self, x: Tensor) -> Tensor:
-        return self.encode(x).square().mean() + self.back(self.aux(self.twin(x)[:, :WIDTH])).square().mean()
+        return (
+            self.encode(x).square().mean()
+            + self.back(self.aux(self.twin(x)[:, :WIDTH])).square().mean()
+        )
 
 
 def data(index: int) -> Tensor:
@@ -57,7 +66,9 @@ def data(index: int) -> Tensor:
 
 
 Losses = Callable[[Any, Any, Tensor], Tensor]
-"""The loss of a batch: of what is called like the model (the engine), and of the module whose parts are called."""
+"""The loss of a batch: of what is called like the model (the engine), and of the module
+whose parts are called.
+"""
 
 
 def _methods(model: Any, module: Any, x: Tensor) -> Tensor:
@@ -65,7 +76,10 @@ def _methods(model: Any, module: Any, x: Tensor) -> Tensor:
 
 
 def _submodules(model: Any, module: Any, x: Tensor) -> Tensor:
-    return module.back(module.aux(module.blocks[1](x))).square().mean() + module.twin(x).square().mean()
+    return (
+        module.back(module.aux(module.blocks[1](x))).square().mean()
+        + module.twin(x).square().mean()
+    )
 
 
 def _head_beside(model: Any, module: Any, x: Tensor) -> Tensor:
@@ -81,11 +95,16 @@ def _checkpointed(model: Any, module: Any, x: Tensor) -> Tensor:
 
 
 def _checkpointed_alone(model: Any, module: Any, x: Tensor) -> Tensor:
-    return checkpoint(lambda x: module.text(torch.tanh(module.blocks[1](x))), x, use_reentrant=False).square().mean()
+    return (
+        checkpoint(lambda x: module.text(torch.tanh(module.blocks[1](x))), x, use_reentrant=False)
+        .square()
+        .mean()
+    )
 
 
 SUBMODULES: dict[str, Losses] = {
-    f.__name__: f for f in (_submodules, _head_beside, _part_before, _checkpointed, _checkpointed_alone)
+    f.__name__: f
+    for f in (_submodules, _head_beside, _part_before, _checkpointed, _checkpointed_alone)
 }
 
 
@@ -117,8 +136,12 @@ WEIGHTS: dict[str, Losses] = {
 LOSSES = SUBMODULES | WEIGHTS
 
 
-def plainly(losses: Losses, *, clip: float = 1.0, of: Callable[[int], list[Tensor]] | None = None) -> Any:
-    """The oracle: gradient norms and weights of one process; `of`: the parts of step i, whose losses' mean it takes."""
+def plainly(
+    losses: Losses, *, clip: float = 1.0, of: Callable[[int], list[Tensor]] | None = None
+) -> Any:
+    """The oracle: gradient norms and weights of one process; `of`: the parts of step i,
+    whose losses' mean it takes.
+    """
     module = make(Net)
     own = adamw([p for p in module.parameters() if p.requires_grad])
     norms = []
@@ -146,7 +169,10 @@ def made(stage: float, **keys: Any) -> fzero.Engine:
 
 def _trains(stage: float, loss: str, how: str) -> Any:
     accumulates = how in ("accumulates", "no_sync")
-    keys: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2 if accumulates else 1}
+    keys: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2 if accumulates else 1,
+    }
     engine = made(stage, **keys)
     norms: list[float] = []
     for index in range(STEPS):
@@ -171,8 +197,14 @@ def _check(found: Any, expected: Any) -> None:
     assert_close(found[1], expected[1])
 
 
-PAIRS = [*itertools.product((0, 1, 2), LOSSES), *itertools.product((3, 3.5), SUBMODULES), (3.5, "_methods")]
-"""Stages and the losses that they train: in stage 3 a weight that is divided has no values outside of a forward."""
+PAIRS = [
+    *itertools.product((0, 1, 2), LOSSES),
+    *itertools.product((3, 3.5), SUBMODULES),
+    (3.5, "_methods"),
+]
+"""Stages and the losses that they train: in stage 3 a weight that is divided has no
+values outside of a forward.
+"""
 
 
 @pytest.mark.parametrize(("stage", "loss"), PAIRS)
@@ -194,12 +226,19 @@ def _expected(loss: str, world_size: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("stage", "how"), [*itertools.product((0, 1, 2, 3, 3.5), ("direct", "accumulates")), (0, "no_sync"), (1, "no_sync")]
+    ("stage", "how"),
+    [
+        *itertools.product((0, 1, 2, 3, 3.5), ("direct", "accumulates")),
+        (0, "no_sync"),
+        (1, "no_sync"),
+    ],
 )
 def test_they_do_however_the_backward_is_started_and_gradients_are_collected(
     ranks: RankPool, stage: float, how: str
 ) -> None:
-    for loss in ("_submodules", "_head_beside") if stage >= 3 else ("_methods", "_head_beside", "_decay"):
+    for loss in (
+        ("_submodules", "_head_beside") if stage >= 3 else ("_methods", "_head_beside", "_decay")
+    ):
         for found in ranks(2, _trains, stage, loss, how):
             _check(found, _expected(loss, 2, how))
 
@@ -212,7 +251,7 @@ def test_they_do_on_any_number_of_ranks(ranks: RankPool, world_size: int) -> Non
                 _check(found, _expected(loss, world_size, "engine"))
 
 
-# --- ranks that differ, and steps that differ ---------------------------------------------------------------------------
+# --- ranks that differ, and steps that differ -----------------------------------------------------
 
 DRAWN: list[Losses] = [
     lambda model, module, x: model(x).square().mean(),
@@ -221,7 +260,9 @@ DRAWN: list[Losses] = [
     lambda model, module, x: model(x).square().mean() + model(x + 1).square().mean(),
     _methods,
 ]
-"""Losses that a rank may have while another has another of them: of forwards only, of parts only, and of both."""
+"""Losses that a rank may have while another has another of them: of forwards only, of
+parts only, and of both.
+"""
 
 
 def _drawn(index: int, rank: int) -> Losses:
@@ -254,7 +295,7 @@ def test_each_rank_and_each_step_may_use_other_parts(ranks: RankPool, stage: int
         assert_close(found, module.state_dict())
 
 
-# --- precision, flags, and what stays as it is --------------------------------------------------------------------------
+# --- precision, flags, and what stays as it is ----------------------------------------------------
 
 
 def _scales(stage: float, how: str) -> list[float]:
@@ -276,7 +317,9 @@ def _scales(stage: float, how: str) -> list[float]:
 
 @pytest.mark.parametrize("how", ["bf16", "fp16", "fp16 direct"])
 @pytest.mark.parametrize("stage", range(3))
-def test_their_gradients_have_the_loss_scale_of_all_others(ranks: RankPool, stage: int, how: str) -> None:
+def test_their_gradients_have_the_loss_scale_of_all_others(
+    ranks: RankPool, stage: int, how: str
+) -> None:
     expected, _ = _expected("_methods", 2, "engine")
     for norms in ranks(2, _scales, stage, how):
         assert norms == pytest.approx(expected, rel=0.03)
@@ -288,10 +331,15 @@ def _without_grad(stage: float) -> Any:
     with torch.no_grad():
         engine.module.encode(x)
     loss = engine(x).square().mean()
-    grads = torch.autograd.grad(engine.module.aux(x).sum(), list(engine.module.aux.parameters()))  # nobody's gradients
+    # nobody's gradients
+    grads = torch.autograd.grad(engine.module.aux(x).sum(), list(engine.module.aux.parameters()))
     engine.backward(loss)
     engine.step()
-    return [g.sum().item() for g in grads], engine.get_global_grad_norm(), engine.module_state_dict()
+    return (
+        [g.sum().item() for g in grads],
+        engine.get_global_grad_norm(),
+        engine.module_state_dict(),
+    )
 
 
 def test_parts_without_gradients_and_gradients_by_weights_change_nothing(ranks: RankPool) -> None:
@@ -322,7 +370,10 @@ def test_gradients_of_a_dropped_backward_do_not_count() -> None:
 
 
 def test_stage_0_shows_them_in_grad() -> None:
-    engine, module = made(0, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=1), make(Net)
+    engine, module = (
+        made(0, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=1),
+        make(Net),
+    )
     for index in range(2):
         engine.backward(_methods(engine, engine.module, data(index)))
         (_methods(module, module, data(index)) / 2).backward()
@@ -336,7 +387,8 @@ def test_a_backward_that_uses_nothing_of_the_module_is_refused_before_anything_i
     engine = made(1)
     for call in (engine.backward, engine.scale):
         with pytest.raises(
-            RuntimeError, match="must follow a forward since the last update, or be given a loss that uses"
+            RuntimeError,
+            match="must follow a forward since the last update, or be given a loss that uses",
         ):
             call(torch.ones((), requires_grad=True) * 2)
     engine.backward(engine.module.aux(data(0)).sum())
@@ -371,7 +423,7 @@ def test_a_destroyed_engine_gives_the_module_its_gradients_back_and_is_freed() -
     assert found() is None
 
 
-# --- what is around a part ----------------------------------------------------------------------------------------------
+# --- what is around a part ------------------------------------------------------------------------
 
 
 class Chain(nn.Module):
@@ -383,12 +435,18 @@ class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rnn, self.head = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.rnn(x[None])[0][0]
         for block in self.blocks:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+            x = (
+                block(x)
+                if self.reentrant is None
+                else checkpoint(block, x, use_reentrant=self.reentrant)
+            )
         return self.head(x)
 
     def aside(self, x: Tensor) -> Tensor:
@@ -419,7 +477,10 @@ def _freezes(module: Any, index: int) -> None:
 
 
 AROUND: dict[str, tuple[Losses, Callable[[Any, int], None]]] = {
-    "a recurrent part": (lambda model, module, x: module.rnn(x[None])[0].square().mean(), lambda module, index: None),
+    "a recurrent part": (
+        lambda model, module, x: module.rnn(x[None])[0].square().mean(),
+        lambda module, index: None,
+    ),
     "a target without gradients": (
         lambda model, module, x: (model(x) - module.fixed(x)).square().mean(),
         lambda module, index: None,
@@ -455,7 +516,9 @@ def _trains_around(stage: int) -> dict[str, float]:
         for index in range(STEPS):
             prepare(engine.module, index)
             prepare(plain, index)
-            shards = [part(data(index), rank, engine.world_size) for rank in range(engine.world_size)]
+            shards = [
+                part(data(index), rank, engine.world_size) for rank in range(engine.world_size)
+            ]
             engine.backward(loss_of(engine, engine.module, shards[engine.global_rank]))
             engine.step()
             own.zero_grad()
@@ -463,7 +526,9 @@ def _trains_around(stage: int) -> dict[str, float]:
                 (loss_of(plain, plain, x) / engine.world_size).backward()
             own.step()
         expected = plain.state_dict()
-        apart[name] = max((x - expected[key]).abs().max().item() for key, x in engine.module_state_dict().items())
+        apart[name] = max(
+            (x - expected[key]).abs().max().item() for key, x in engine.module_state_dict().items()
+        )
     return apart
 
 
@@ -486,10 +551,17 @@ MIXED = [
 
 
 def _mixes(stage: int) -> float:
-    """Four micro-steps of different losses make an update, whose backwards share their learned orders."""
+    """Four micro-steps of different losses make an update, whose backwards share their
+    learned orders.
+    """
     plain = make(Chain)
     own = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
-    cfg = settings(stage, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=4, gradient_clipping=0.0)
+    cfg = settings(
+        stage,
+        train_micro_batch_size_per_gpu=4,
+        gradient_accumulation_steps=4,
+        gradient_clipping=0.0,
+    )
     cfg["optimizer"]["params"]["weight_decay"] = 0.0
     engine = fzero.initialize(model=make(Chain), config=cfg)[0]
     for index, loss_of in enumerate(MIXED * 2):
@@ -502,20 +574,28 @@ def _mixes(stage: int) -> float:
             own.step()
             own.zero_grad()
     expected = plain.state_dict()
-    return max((x - expected[key]).abs().max().item() for key, x in engine.module_state_dict().items())
+    return max(
+        (x - expected[key]).abs().max().item() for key, x in engine.module_state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_losses_of_all_kinds_train_in_one_accumulation(ranks: RankPool, stage: int) -> None:
-    """The engine has one order for each backward of the same forwards, and leaves it where a checkpoint runs parts again."""
+    """The engine has one order for each backward of the same forwards, and leaves it
+    where a checkpoint runs parts again.
+    """
     assert max(ranks(3, _mixes, stage)) < 1e-6
 
 
 def _evaluates() -> tuple[float, float, bool, str]:
-    """In stage 3: a part without gradients, its hook, what a destroyed engine leaves, and a compiled engine's error."""
+    """In stage 3: a part without gradients, its hook, what a destroyed engine leaves,
+    and a compiled engine's error.
+    """
     engine, plain, x = made(3), make(Net), data(0)
     seen: list[Tensor] = []
-    hook = engine.module.text.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    hook = engine.module.text.register_forward_hook(
+        lambda module, inputs, output: seen.append(output)
+    )
     with torch.no_grad():
         apart = float((engine.module.encode(x) - plain.encode(x)).abs().max())
         apart = max(apart, float((engine.module.text(x) - plain.text(x)).abs().max()))
@@ -548,6 +628,8 @@ def _loses() -> str:
     return str(caught.value)
 
 
-def test_a_gradient_that_leaving_gathered_parameters_would_lose_is_an_error(ranks: RankPool) -> None:
+def test_a_gradient_that_leaving_gathered_parameters_would_lose_is_an_error(
+    ranks: RankPool,
+) -> None:
     for error in ranks(2, _loses):
         assert "must be used inside the forward" in error

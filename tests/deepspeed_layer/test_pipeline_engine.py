@@ -1,4 +1,6 @@
-"""The laws of `PipelineEngine`, on real ranks and alone: it trains as the functional step, and keeps DeepSpeed's names."""
+"""The laws of `PipelineEngine`, on real ranks and alone: it trains as the functional
+step, and keeps DeepSpeed's names.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,15 @@ def specs() -> list[Any]:
 
 def settings(num_data: int) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO, "gradient_clipping": 0.1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 1}, "steps_per_print": 0,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}, "pipeline": {"activation_checkpoint_interval": 1},
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO,
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": 0,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+        "pipeline": {"activation_checkpoint_interval": 1},
+    }
 
 
 def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -50,12 +57,19 @@ def by_step(num_stages: int, num_data: int) -> list[float]:
     """The losses of the functional form."""
     module = PipelineModule(specs(), num_stages=num_stages, loss_fn=nn.functional.cross_entropy)
     fake = fzero.comms.AbstractAxis.of(Mesh.of(pipe=num_stages, data=num_data))
-    config = {k: v for k, v in settings(num_data).items() if k not in ("pipeline", "steps_per_print")}
+    config = {
+        k: v for k, v in settings(num_data).items() if k not in ("pipeline", "steps_per_print")
+    }
     ranks = fzero.simulate(fzero.make_train_step(module, config, mesh=fake), by="lockstep")
     state, losses, of_rank = ranks.init(), [], [batches(rank) for rank in range(num_data)]
     for index in range(STEPS):
         some = [
-            tuple(map(torch.stack, zip(*(of_rank[r][MICRO * index + i] for r in range(num_data)), strict=True)))
+            tuple(
+                map(
+                    torch.stack,
+                    zip(*(of_rank[r][MICRO * index + i] for r in range(num_data)), strict=True),
+                )
+            )
             for i in range(MICRO)
         ]
         state, metrics = ranks(state, iter(some))
@@ -67,13 +81,16 @@ def made(num_stages: int, **keys: Any) -> Any:
     torch.set_num_threads(1)
     module = PipelineModule(specs(), num_stages=num_stages, loss_fn=nn.functional.cross_entropy)
     params = [p for p in module.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=module, model_parameters=params or None, config=settings(1) | keys)[0]
+    return deepspeed.initialize(
+        model=module, model_parameters=params or None, config=settings(1) | keys
+    )[0]
 
 
 def trains(num_stages: int, folder: str) -> tuple[list[float], list[float], float]:
     engine = made(num_stages)
     assert (
-        type(engine) is PipelineEngine and engine.num_stages == num_stages == engine.grid.get_pipe_parallel_world_size()
+        type(engine) is PipelineEngine
+        and engine.num_stages == num_stages == engine.grid.get_pipe_parallel_world_size()
     )
     data = iter(batches(engine.grid.get_data_parallel_rank()))
     losses = [engine.train_batch(data).item() for _ in range(2)]
@@ -114,7 +131,9 @@ def test_alone_with_one_stage_it_trains_as_well(tmp_path: Path) -> None:
 
 
 def last_losses(num_stages: int) -> list[float]:
-    """`engine.loss` before the first batch, after two of training and one of evaluation; on the last stage, as seen."""
+    """`engine.loss` before the first batch, after two of training and one of
+    evaluation; on the last stage, as seen.
+    """
     torch.set_num_threads(1)
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -132,14 +151,18 @@ def last_losses(num_stages: int) -> list[float]:
         assert engine.loss.shape == () and not engine.loss.requires_grad
         losses.append(engine.loss.item())
         if engine.is_last_stage():
-            assert len(seen) == MICRO * (index + 1) and torch.equal(seen[-1][1], of_rank[len(seen) - 1][1])
+            assert len(seen) == MICRO * (index + 1) and torch.equal(
+                seen[-1][1], of_rank[len(seen) - 1][1]
+            )
             assert engine.loss == seen[-1][0] != mean
         else:
             assert not seen and engine.loss == 0
     return losses
 
 
-def test_the_loss_is_that_of_the_last_micro_batch_on_the_last_stage_and_0_elsewhere(ranks: RankPool) -> None:
+def test_the_loss_is_that_of_the_last_micro_batch_on_the_last_stage_and_0_elsewhere(
+    ranks: RankPool,
+) -> None:
     found = [last_losses(1), *ranks(4, last_losses, 2)]
     assert found[1] == found[2] == [0.0] * 4  # the first stage
     assert found[0][0] == found[3][0] == found[4][0] == 0
@@ -154,7 +177,9 @@ def loads(folder: str, num_stages: int) -> list[float]:
     return [engine.train_batch(data).item() for _ in range(2)]
 
 
-def test_a_checkpoint_of_two_stages_loads_into_one_and_into_four(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_stages_loads_into_one_and_into_four(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     wanted = by_step(2, 1)
     ranks(2, trains, 2, str(tmp_path))
     assert loads(str(tmp_path), 1) == wanted[2:]
@@ -191,23 +216,32 @@ def evaluates_between() -> list[int]:
         lambda: fzero.generating(engine.train_step, engine.state).__enter__(),
         lambda: next(fzero.generation.server_weights(engine.train_step, engine.state)),
     ):
-        with pytest.raises(ValueError, match="must have the whole model, and is that of a pipeline stage"):
+        with pytest.raises(
+            ValueError, match="must have the whole model, and is that of a pipeline stage"
+        ):
             call()
     return lengths
 
 
-def test_evaluation_takes_no_batch_of_training_and_both_follow_the_curriculum(ranks: RankPool) -> None:
+def test_evaluation_takes_no_batch_of_training_and_both_follow_the_curriculum(
+    ranks: RankPool,
+) -> None:
     for lengths in ranks(2, evaluates_between):
         assert lengths == [2] * MICRO + [4] * (MICRO + 1) + [4] * (MICRO + 1) + [6]
 
 
 def in_zero_init() -> None:
-    with pytest.raises(fzero.ConfigError, match="a PipelineModule must be made outside"), deepspeed.zero.Init():
+    with (
+        pytest.raises(fzero.ConfigError, match="a PipelineModule must be made outside"),
+        deepspeed.zero.Init(),
+    ):
         PipelineModule(specs(), num_stages=2)
 
 
 def refuses() -> None:
-    with pytest.raises(fzero.ConfigError, match=r"progressive_layer_drop\.enabled: must be false with a pipeline"):
+    with pytest.raises(
+        fzero.ConfigError, match=r"progressive_layer_drop\.enabled: must be false with a pipeline"
+    ):
         made(2, progressive_layer_drop={"enabled": True})
     module = PipelineModule(specs(), num_stages=2, loss_fn=nn.functional.cross_entropy)
     RandomLTD([0], fixed_linear(2, 4, steps=2, multiple=2)).wrap(module, nn.Linear)

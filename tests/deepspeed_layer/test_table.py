@@ -1,4 +1,6 @@
-"""The modules of DeepSpeed's tree that have no file: made from a table, and known to type checkers by stubs."""
+"""The modules of DeepSpeed's tree that have no file: made from a table, and known to
+type checkers by stubs.
+"""
 
 from __future__ import annotations
 
@@ -29,4 +31,7 @@ def test_stubs_are_written_where_type_checkers_look(tmp_path: Path) -> None:
     stubs.write(tmp_path)
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.pyi")}
     assert len(written) == len(EXPORTS)
-    assert {"fzero/deepspeed/ops/adam/__init__.pyi", "fzero/deepspeed/ops/adam/cpu_adam.pyi"} < written
+    assert {
+        "fzero/deepspeed/ops/adam/__init__.pyi",
+        "fzero/deepspeed/ops/adam/cpu_adam.pyi",
+    } < written

@@ -1,4 +1,6 @@
-"""transformers' Trainer trains the same with fzero below as without, on as many ranks, and keeps its files and habits."""
+"""transformers' Trainer trains the same with fzero below as without, on as many ranks,
+and keeps its files and habits.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,20 @@ Log = list[dict[str, float]]
 
 
 def samples(seed: int, size: int = NUM_SAMPLES) -> list[dict[str, Tensor]]:
-    """Sequences that count upwards, with some tokens that count for no loss, as many as chance will have it."""
+    """Sequences that count upwards, with some tokens that count for no loss, as many as
+    chance will have it.
+    """
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(size):
-        start, cut = (int(torch.randint(0, high, (), generator=generator)) for high in (VOCABULARY, LENGTH - 3))
+        start, cut = (
+            int(torch.randint(0, high, (), generator=generator))
+            for high in (VOCABULARY, LENGTH - 3)
+        )
         ids = (start + torch.arange(LENGTH)) % VOCABULARY
-        found.append({"input_ids": ids, "labels": torch.where(torch.arange(LENGTH) < cut, -100, ids)})
+        found.append(
+            {"input_ids": ids, "labels": torch.where(torch.arange(LENGTH) < cut, -100, ids)}
+        )
     return found
 
 
@@ -43,7 +52,12 @@ def llama(seed: int = 0, **changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+    }
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **changes))
 
@@ -55,7 +69,12 @@ def launched() -> Iterator[None]:
 
     before = dict(os.environ)
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ |= {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -86,10 +105,21 @@ def made(
     from fzero.integrations import transformers as ours
 
     settings = {
-        "max_steps": 7, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
-        "weight_decay": 0.1, "warmup_steps": 2, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5, "logging_steps": 1,
-        "save_strategy": "no", "use_cpu": True, "report_to": [], "disable_tqdm": True, "seed": 3,
-    } | changes  # fmt: skip
+        "max_steps": 7,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "warmup_steps": 2,
+        "lr_scheduler_type": "cosine",
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 3,
+    } | changes
     module = transformers if config is None else ours
     settings = ({} if config is None else {"deepspeed": config}) | settings
     args = module.TrainingArguments(folder, **settings)
@@ -131,8 +161,12 @@ def zero(stage: int, **keys: Any) -> dict[str, Any]:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", range(4))
-def test_trainer_logs_what_the_plain_trainer_logs(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    """To the rounding of sums over ranks and micro-steps, which seven updates of Adam carry on."""
+def test_trainer_logs_what_the_plain_trainer_logs(
+    ranks: RankPool, tmp_path: Path, stage: int
+) -> None:
+    """To the rounding of sums over ranks and micro-steps, which seven updates of Adam
+    carry on.
+    """
     plain = ranks(2, _trains, None, str(tmp_path))[0]
     for found in ranks(2, _trains, zero(stage), str(tmp_path)):
         assert_same(found, plain, 2e-5)
@@ -141,7 +175,10 @@ def test_trainer_logs_what_the_plain_trainer_logs(ranks: RankPool, tmp_path: Pat
 FILE = {
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
     "scheduler": {
         "type": "WarmupDecayLR",
         "params": {
@@ -166,7 +203,9 @@ FILE = {
 
 
 def _as_the_file_says(folder: str, config: dict[str, Any] | None) -> Log:
-    """The plain trainer with what the file's AdamW and WarmupDecayLR mean: one group, and DeepSpeed's rates."""
+    """The plain trainer with what the file's AdamW and WarmupDecayLR mean: one group,
+    and DeepSpeed's rates.
+    """
     import transformers
 
     class Plain(transformers.Trainer):  # type: ignore[misc]
@@ -174,9 +213,14 @@ def _as_the_file_says(folder: str, config: dict[str, Any] | None) -> Log:
             return [name for name, _ in model.named_parameters()]
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            def rate(update: int) -> float:  # DeepSpeed counts from -1 and begins with the rate of 0
+            # DeepSpeed counts from -1 and begins with the rate of 0
+            def rate(update: int) -> float:
                 index = max(update - 1, 0)
-                return index / 2 if index < 2 else (num_training_steps - index) / (num_training_steps - 2)
+                return (
+                    index / 2
+                    if index < 2
+                    else (num_training_steps - index) / (num_training_steps - 2)
+                )
 
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
             return self.lr_scheduler
@@ -192,7 +236,9 @@ def test_auto_values_come_from_the_arguments(ranks: RankPool, tmp_path: Path) ->
 
 def _in_16_bits(folder: str, **changes: Any) -> tuple[Log, str, list[float]]:
     with launched():
-        trainer = made(zero(2, fp16={"enabled": "auto", "initial_scale_power": 20}), folder, **changes)
+        trainer = made(
+            zero(2, fp16={"enabled": "auto", "initial_scale_power": 20}), folder, **changes
+        )
         trainer.train()
         dtype = str(next(trainer.model.parameters()).dtype)
         return curve(trainer), dtype, [trainer.engine.skipped_steps, trainer.engine.loss_scale]
@@ -200,8 +246,12 @@ def _in_16_bits(folder: str, **changes: Any) -> tuple[Log, str, list[float]]:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_precision_of_the_arguments_is_that_of_the_engine(ranks: RankPool, tmp_path: Path, precision: str) -> None:
-    """In 16 bits losses have some 2**-8 of rounding. A skipped update does not move the schedule."""
+def test_precision_of_the_arguments_is_that_of_the_engine(
+    ranks: RankPool, tmp_path: Path, precision: str
+) -> None:
+    """In 16 bits losses have some 2**-8 of rounding. A skipped update does not move the
+    schedule.
+    """
     plain = ranks(2, _trains, None, str(tmp_path))[0]
     for log, dtype, (skipped, scale) in ranks(2, _in_16_bits, str(tmp_path), **{precision: True}):
         assert dtype == {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
@@ -216,23 +266,34 @@ def test_precision_of_the_arguments_is_that_of_the_engine(ranks: RankPool, tmp_p
 
 def _evaluates(config: dict[str, Any] | None, folder: str) -> Any:
     with launched():
-        before = made(config, folder).evaluate()["eval_loss"]  # after which the plain one would not train on two ranks
+        # after which the plain one would not train on two ranks
+        before = made(config, folder).evaluate()["eval_loss"]
         trainer = made(config, folder, eval_strategy="steps", eval_steps=3)
         if config is not None:
             assert trainer.evaluate()["eval_loss"] == before
         trainer.train()
         within = [x["eval_loss"] for x in trainer.state.log_history if "eval_loss" in x]
         predicted = trainer.predict(samples(1, 10))
-        return curve(trainer), [before, *within], predicted.metrics["test_loss"], torch.tensor(predicted.predictions)
+        return (
+            curve(trainer),
+            [before, *within],
+            predicted.metrics["test_loss"],
+            torch.tensor(predicted.predictions),
+        )
 
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_evaluation_and_prediction_are_those_of_the_plain_trainer(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+def test_evaluation_and_prediction_are_those_of_the_plain_trainer(
+    ranks: RankPool, tmp_path: Path, stage: int
+) -> None:
     plain = ranks(2, _evaluates, None, str(tmp_path))[0]
     for log, losses, loss, logits in ranks(2, _evaluates, zero(stage), str(tmp_path)):
         assert_same(log, plain[0], 2e-5)
-        assert (losses, loss) == (pytest.approx(plain[1], rel=2e-5), pytest.approx(plain[2], rel=2e-5))
+        assert (losses, loss) == (
+            pytest.approx(plain[1], rel=2e-5),
+            pytest.approx(plain[2], rel=2e-5),
+        )
         assert logits.shape == (10, LENGTH, VOCABULARY)
         torch.testing.assert_close(logits, plain[3], rtol=1e-3, atol=1e-4)
 
@@ -262,7 +323,9 @@ def test_resumed_training_gives_the_same_bits(ranks: RankPool, tmp_path: Path, s
 
 
 def test_another_number_of_ranks_and_another_stage_resume(ranks: RankPool, tmp_path: Path) -> None:
-    """With twice the micro-steps on half the ranks an update has the same samples; sums come in another order."""
+    """With twice the micro-steps on half the ranks an update has the same samples; sums
+    come in another order.
+    """
     saved, _ = ranks(2, _saves, str(tmp_path), 3, size=48)[0]
     more = {"size": 48, "gradient_accumulation_steps": 4}
     ((found, _),) = ranks(1, _resumes, str(tmp_path), 1, str(tmp_path / "checkpoint-3"), **more)
@@ -271,21 +334,32 @@ def test_another_number_of_ranks_and_another_stage_resume(ranks: RankPool, tmp_p
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("tied", [False, True])
-def test_save_model_writes_what_from_pretrained_loads(ranks: RankPool, tmp_path: Path, tied: bool) -> None:
+def test_save_model_writes_what_from_pretrained_loads(
+    ranks: RankPool, tmp_path: Path, tied: bool
+) -> None:
     from transformers import AutoModelForCausalLM
 
     _, weights = ranks(2, _saves, str(tmp_path), 3, model=llama(tie_word_embeddings=tied))[0]
     for folder in ("final", "checkpoint-6"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
-    for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "final").state_dict().items():
+    for name, value in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "final").state_dict().items()
+    ):
         assert torch.equal(value, weights[name]), name
 
 
 def _finds_best(folder: str) -> Any:
     with launched():
-        every = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
-        trainer = made(zero(3), folder, load_best_model_at_end=True, learning_rate=0.3, max_steps=4, **every)
+        every = {
+            "eval_strategy": "steps",
+            "save_strategy": "steps",
+            "eval_steps": 2,
+            "save_steps": 2,
+        }
+        trainer = made(
+            zero(3), folder, load_best_model_at_end=True, learning_rate=0.3, max_steps=4, **every
+        )
         trainer.train()
         losses = [x["eval_loss"] for x in trainer.state.log_history if "eval_loss" in x]
         return losses, trainer.state.best_metric, trainer.evaluate()["eval_loss"]
@@ -357,27 +431,53 @@ def test_a_damaged_file_of_a_trainers_checkpoint_is_named(ranks: RankPool, tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_subclass_that_trains_twice_is_the_plain_one(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+def test_a_subclass_that_trains_twice_is_the_plain_one(
+    ranks: RankPool, tmp_path: Path, stage: int
+) -> None:
     plain = ranks(2, _trains_twice_with_checkpointed_activations, None, str(tmp_path))[0]
     for found in ranks(2, _trains_twice_with_checkpointed_activations, zero(stage), str(tmp_path)):
         assert_same(found, plain, 2e-5)
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (zero(1, train_batch_size=9), {}, "train_batch_size: must be what the arguments say (ranks × per_device_train_batch_size × "
-     "gradient_accumulation_steps: 8), got 9; make it 'auto'"),
-    (zero(1, gradient_clipping=1.0), {}, "gradient_clipping: must be what the arguments say (max_grad_norm: 0.5), got 1.0"),
-    (zero(1, bf16={"enabled": True}), {}, "bf16.enabled: must be what the arguments say (bf16: False), got True"),
-    (zero(1, optimizer={"type": "Adam", "params": {"lr": 1, "weight_decay": 0}}), {}, "optimizer.params.lr: must be what"),
-    (zero(1, optimizer={"type": "Adam", "params": {"lr": 1, "weight_decay": 0}}), {}, "optimizer.params.weight_decay: must"),
+    (
+        zero(1, train_batch_size=9),
+        {},
+        "train_batch_size: must be what the arguments say (ranks × per_device_train_batch_size × "
+        "gradient_accumulation_steps: 8), got 9; make it 'auto'",
+    ),
+    (
+        zero(1, gradient_clipping=1.0),
+        {},
+        "gradient_clipping: must be what the arguments say (max_grad_norm: 0.5), got 1.0",
+    ),
+    (
+        zero(1, bf16={"enabled": True}),
+        {},
+        "bf16.enabled: must be what the arguments say (bf16: False), got True",
+    ),
+    (
+        zero(1, optimizer={"type": "Adam", "params": {"lr": 1, "weight_decay": 0}}),
+        {},
+        "optimizer.params.lr: must be what",
+    ),
+    (
+        zero(1, optimizer={"type": "Adam", "params": {"lr": 1, "weight_decay": 0}}),
+        {},
+        "optimizer.params.weight_decay: must",
+    ),
     (zero(1), {"torch_compile": True}, "args.torch_compile: must be off"),
     (zero(1), {"bf16_full_eval": True}, "args.bf16_full_eval: must be off"),
     (zero(1), {"auto_find_batch_size": True}, "args.auto_find_batch_size: must be off"),
     (zero(1), {"deepspeed": None}, "args.deepspeed: must be a configuration, got None"),
-    (zero(1, optimizer={"type": "AdamW"}, scheduler={"type": "WarmupLR"}), {"optimizers": True}, "scheduler: must be given once"),
-]  # fmt: skip
+    (
+        zero(1, optimizer={"type": "AdamW"}, scheduler={"type": "WarmupLR"}),
+        {"optimizers": True},
+        "scheduler: must be given once",
+    ),
+]
 
 
 def _refusal(config: dict[str, Any], folder: str, changes: dict[str, Any]) -> str:
@@ -403,7 +503,10 @@ def test_what_would_be_ignored_is_refused(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_ranks_without_a_gpu_are_reported_what_joins_them(ranks: RankPool, tmp_path: Path) -> None:
     for says in ranks(2, _refusal, zero(1), str(tmp_path), {"use_cpu": False}):
-        assert says.startswith("args.use_cpu: must be True where there is no GPU") and "the 2 ranks" in says
+        assert (
+            says.startswith("args.use_cpu: must be True where there is no GPU")
+            and "the 2 ranks" in says
+        )
 
 
 def _hidden_size_of_none() -> str:
@@ -413,7 +516,9 @@ def _hidden_size_of_none() -> str:
 
     with launched(), pytest.raises(ConfigError) as caught:
         args = TrainingArguments("out", use_cpu=True)
-        resolved({"zero_optimization": {"reduce_bucket_size": "auto"}}, args, torch.nn.Linear(2, 2), 1)
+        resolved(
+            {"zero_optimization": {"reduce_bucket_size": "auto"}}, args, torch.nn.Linear(2, 2), 1
+        )
     return str(caught.value)
 
 
@@ -452,9 +557,14 @@ def test_the_example_learns_on_two_ranks(tmp_path: Path) -> None:
     loss = re.search(r"'eval_loss': '([0-9.]+)'", reported.stdout)
     assert loss is not None and float(loss[1]) < 3.5  # 4.16 by chance
     assert "0 7 14 21 goes on with" in reported.stdout
-    assert (tmp_path / "model.safetensors").exists() and (tmp_path / "checkpoint-20" / "latest").exists()
+    assert (tmp_path / "model.safetensors").exists() and (
+        tmp_path / "checkpoint-20" / "latest"
+    ).exists()
 
 
 def test_fzero_needs_no_transformers() -> None:
-    code = "import sys; sys.modules['transformers'] = sys.modules['accelerate'] = None; import fzero, fzero.deepspeed"
+    code = (
+        "import sys; sys.modules['transformers'] = sys.modules['accelerate'] = None; import "
+        "fzero, fzero.deepspeed"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,6 @@
-"""The laws of models that `zero.Init` divides: a plain model's values, and at most one module whole on a rank."""
+"""The laws of models that `zero.Init` divides: a plain model's values, and at most one
+module whole on a rank.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Made = Callable[[], nn.Module]
 
 
 class Tricky(nn.Module):
-    """Its constructors use the parameters of their children in the ways that hand-written models do."""
+    """Its constructors use the parameters of their children in the ways that
+    hand-written models do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,21 +78,33 @@ def _same_as_plain(cls: type[nn.Module]) -> dict[str, Any]:
     torch.manual_seed(3 + rank)  # rank 0's values count
     with zero.Init():
         model = cls()
-    assert nn.Module.apply.__module__ == "torch.nn.modules.module" and "__init_subclass__" not in nn.Module.__dict__
+    assert (
+        nn.Module.apply.__module__ == "torch.nn.modules.module"
+        and "__init_subclass__" not in nn.Module.__dict__
+    )
     assert not hasattr(nn.Linear.__init__, "__wrapped__")
     for param in model.parameters():
         assert isinstance(param, nn.Parameter) and param.requires_grad and param.is_leaf
-        assert param.shape == (0,) and param.ds_numel == param.ds_shape.numel() and param.ds_tensor.dim() == 1
+        assert (
+            param.shape == (0,)
+            and param.ds_numel == param.ds_shape.numel()
+            and param.ds_tensor.dim() == 1
+        )
     assert len({param.ds_id for param in model.parameters()}) == len([*model.parameters()])
     twin = copy.deepcopy(model)
-    assert all(torch.equal(a, b) for a, b in zip(_whole(twin).values(), _whole(model).values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(_whole(twin).values(), _whole(model).values(), strict=True)
+    )
     assert model.head.weight is model.emb.weight and twin.head.weight is twin.emb.weight
     pieces = {name: param.ds_tensor.clone() for name, param in model.named_parameters()}
     return {"values": _whole(model), "pieces": pieces}
 
 
 @pytest.mark.parametrize("cls", [Tricky, Other])
-def test_a_divided_model_has_the_values_of_a_plain_one(ranks: RankPool, cls: type[nn.Module]) -> None:
+def test_a_divided_model_has_the_values_of_a_plain_one(
+    ranks: RankPool, cls: type[nn.Module]
+) -> None:
     first, second = ranks(2, _same_as_plain, cls)
     torch.manual_seed(3)
     plain = cls().state_dict()
@@ -100,7 +116,9 @@ def test_a_divided_model_has_the_values_of_a_plain_one(ranks: RankPool, cls: typ
 
 @contextmanager
 def _alive(owner: type, method: str) -> Iterator[list[int]]:
-    """The most elements that results of a method had together, among those alive and not empty, whenever it returned."""
+    """The most elements that results of a method had together, among those alive and
+    not empty, whenever it returned.
+    """
     most, original = [0], getattr(owner, method)
     made: list[weakref.ref[Tensor]] = []
 
@@ -108,7 +126,10 @@ def _alive(owner: type, method: str) -> Iterator[list[int]]:
         result = original(*args, **kwargs)
         made.append(weakref.ref(result))
         found = (ref() for ref in made)
-        most[0] = max(most[0], sum(x.numel() for x in found if x is not None and type(x) in (Tensor, nn.Parameter)))
+        most[0] = max(
+            most[0],
+            sum(x.numel() for x in found if x is not None and type(x) in (Tensor, nn.Parameter)),
+        )
         return result
 
     setattr(owner, method, counted)
@@ -146,10 +167,16 @@ def _trained(divides: bool, stage: int, offload: str | None, folder: str | None)
     return losses_of_steps(engine), engine.module_state_dict()
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, None), (2, None), (3, None), (3, "cpu"), (3, "nvme")])
-def test_training_is_that_of_a_plain_model(ranks: RankPool, tmp_path: Path, stage: int, offload: str | None) -> None:
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(0, None), (2, None), (3, None), (3, "cpu"), (3, "nvme")]
+)
+def test_training_is_that_of_a_plain_model(
+    ranks: RankPool, tmp_path: Path, stage: int, offload: str | None
+) -> None:
     expected = ranks(2, _trained, False, stage, offload, str(tmp_path))
-    for (losses, weights), (wanted, values) in zip(ranks(2, _trained, True, stage, offload, str(tmp_path)), expected):
+    for (losses, weights), (wanted, values) in zip(
+        ranks(2, _trained, True, stage, offload, str(tmp_path)), expected
+    ):
         assert losses == wanted
         assert_close(weights, values, 0.0)
 
@@ -167,10 +194,17 @@ def _gathers() -> None:
         with zero.GatheredParameters(weight):
             assert weight.shape == (3, 12)
         assert weight.shape == (3, 12)
-    assert weight.ds_status.name == "NOT_AVAILABLE" and bool((weight.ds_tensor == 7).all()) and weight.numel() == 0
+    assert (
+        weight.ds_status.name == "NOT_AVAILABLE"
+        and bool((weight.ds_tensor == 7).all())
+        and weight.numel() == 0
+    )
     assert bool((_whole(model)["head.weight"] == 7).all())
     with (
-        pytest.raises(RuntimeError, match="must not change while modifier_rank is None, and was changed on rank 1"),
+        pytest.raises(
+            RuntimeError,
+            match="must not change while modifier_rank is None, and was changed on rank 1",
+        ),
         zero.GatheredParameters(model.parameters()),
         torch.no_grad(),
     ):
@@ -208,14 +242,20 @@ MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 def _moved(kind: str, remote: str, folder: str) -> dict[str, Tensor]:
     with zero.Init(
-        config_dict_or_path={"zero_optimization": {"offload_param": {"device": remote, "nvme_path": folder}}}
+        config_dict_or_path={
+            "zero_optimization": {"offload_param": {"device": remote, "nvme_path": folder}}
+        }
     ):
         torch.manual_seed(3)
         model = Tricky()
     numbers = [param.ds_id for param in model.parameters()]
     assert MOVES[kind](model) is model
-    assert [param.ds_id for param in model.parameters()] == numbers and model.head.weight is model.emb.weight
-    assert all(param.dtype == param.ds_tensor.dtype and not param.numel() for param in model.parameters())
+    assert [
+        param.ds_id for param in model.parameters()
+    ] == numbers and model.head.weight is model.emb.weight
+    assert all(
+        param.dtype == param.ds_tensor.dtype and not param.numel() for param in model.parameters()
+    )
     return _whole(model)
 
 
@@ -227,19 +267,25 @@ def test_a_divided_model_is_moved_and_cast_like_a_plain_one(
     torch.manual_seed(3)
     plain = MOVES[kind](Tricky()).state_dict()
     for found in ranks(2, _moved, kind, remote, str(tmp_path)):
-        assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in plain.items()}
+        assert {name: x.dtype for name, x in found.items()} == {
+            name: x.dtype for name, x in plain.items()
+        }
         assert_close(found, plain, 0.0)
 
 
 def _mixed(stage: int) -> None:
-    """What TRL does to move a reference model towards the trained one: rank 0 writes, with parameters of two engines."""
+    """What TRL does to move a reference model towards the trained one: rank 0 writes,
+    with parameters of two engines.
+    """
     with zero.Init():
         third = make(Net, seed=6)
     keys = settings(stage)
     del keys["optimizer"]
     first, second = made(stage), fzero.initialize(model=make(Net, seed=5), config=keys)[0]
     modules = first.module, second.module, third
-    with zero.GatheredParameters([param for module in modules for param in module.parameters()], modifier_rank=0):
+    with zero.GatheredParameters(
+        [param for module in modules for param in module.parameters()], modifier_rank=0
+    ):
         for source, *targets in zip(*(module.parameters() for module in modules), strict=True):
             for target in targets if first.global_rank == 0 else ():
                 target.data.mul_(0.5).add_(source.data, alpha=0.5)
@@ -247,7 +293,9 @@ def _mixed(stage: int) -> None:
     assert_close(first.module_state_dict(), plain, 0.0)
     for found, seed in ((second.module_state_dict(), 5), (_whole(third), 6)):
         start = make(Net, seed=seed).state_dict()
-        assert_close(found, {name: (0.5 * start[name]).add(x, alpha=0.5) for name, x in plain.items()}, 0.0)
+        assert_close(
+            found, {name: (0.5 * start[name]).add(x, alpha=0.5) for name, x in plain.items()}, 0.0
+        )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -290,7 +338,10 @@ def _makes_another_model() -> None:
     with zero.Init():
         nn.Linear(4, 4)
         for sizes in ((4, 4 + rank), *[(3, 3)] * rank, (5, 5)):  # an own shape, and one module more
-            with pytest.raises(MismatchError, match=r"zero\.Init: must be the same on all ranks, but 'parameter 0' is"):
+            with pytest.raises(
+                MismatchError,
+                match=r"zero\.Init: must be the same on all ranks, but 'parameter 0' is",
+            ):
                 nn.Linear(*sizes)
             if sizes == (3, 3):
                 return
@@ -302,9 +353,14 @@ def _wrong_writes() -> None:
         divided = make(Net)
     for model in (engine.module, divided):
         weight = model.head.weight
-        with pytest.raises(ValueError, match="modifier_rank must be None or a rank from 0 to 1, got 2"):
+        with pytest.raises(
+            ValueError, match="modifier_rank must be None or a rank from 0 to 1, got 2"
+        ):
             zero.GatheredParameters(weight, modifier_rank=2).__enter__()
-        for other, rule in ((torch.zeros(4, 12), "keep its shape"), (torch.zeros(3, 12).double(), "have one dtype")):
+        for other, rule in (
+            (torch.zeros(4, 12), "keep its shape"),
+            (torch.zeros(3, 12).double(), "have one dtype"),
+        ):
             with (
                 pytest.raises(RuntimeError, match=f"GatheredParameters: a parameter must {rule}"),
                 zero.GatheredParameters(weight, modifier_rank=0),
@@ -322,7 +378,9 @@ def _fails() -> int:
     zero.Init(module=model)
     before = _whole(model)
     with pytest.raises(ConfigError):
-        fzero.initialize(model=model, config=settings(3), optimizer=torch.optim.SGD([torch.ones(2)], lr=1.0))
+        fzero.initialize(
+            model=model, config=settings(3), optimizer=torch.optim.SGD([torch.ones(2)], lr=1.0)
+        )
     assert_close(_whole(model), before, 0.0)  # it is divided as before
     return model[0].weight.ds_tensor.numel()
 
@@ -332,7 +390,9 @@ def test_a_model_in_memory_is_divided_and_stays_so_after_an_error(ranks: RankPoo
 
 
 def test_values_of_init_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="remote_device: must be one of 'none', 'cpu', 'nvme', got 'disk'"):
+    with pytest.raises(
+        ConfigError, match="remote_device: must be one of 'none', 'cpu', 'nvme', got 'disk'"
+    ):
         zero.Init(remote_device="disk")
     with pytest.raises(ConfigError, match=r"'nvme' needs offload_param\.nvme_path"):
         zero.Init(remote_device="nvme")
@@ -348,7 +408,11 @@ def test_values_of_init_are_checked(tmp_path: Path) -> None:
     with zero.Init():
         model = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64), nn.Linear(2, 2, device="meta"))
         model[0].weight.requires_grad_(False)
-    assert model[0].weight.dtype == torch.float64 and not model[0].weight.requires_grad and model[1].weight.is_meta
+    assert (
+        model[0].weight.dtype == torch.float64
+        and not model[0].weight.requires_grad
+        and model[1].weight.is_meta
+    )
     folder = tmp_path / "new"
     block = {"device": "nvme", "nvme_path": str(folder)}
     with zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3, "offload_param": block}}):
@@ -370,7 +434,11 @@ def test_parameters_of_engines_and_errors_in_constructors_are_left_alone() -> No
         with pytest.raises(KeyError, match="mine"):
             Fails()
         after = nn.Linear(2, 2)
-    assert next(wrapper.parameters()).numel() and next(engine.parameters()).numel() and not after.weight.numel()
+    assert (
+        next(wrapper.parameters()).numel()
+        and next(engine.parameters()).numel()
+        and not after.weight.numel()
+    )
     engine(data(0)[0])
 
 

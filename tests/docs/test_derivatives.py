@@ -91,7 +91,9 @@ HOWS: dict[str, tuple[int, dict[str, Any], Simulation | None]] = {
     '`by="lockstep"`, stage 3': (3, {}, "lockstep"),
     '`by="vmap"`': (3, {}, "vmap"),
 }
-"""The columns: stage, arguments of the step, and how the two ranks are simulated; None where they are processes."""
+"""The columns: stage, arguments of the step, and how the two ranks are simulated; None
+where they are processes.
+"""
 
 
 def step_of(way: str, stage: int, how: dict[str, Any]) -> fzero.TrainStep:
@@ -147,7 +149,9 @@ def table() -> dict[tuple[str, str], str]:
 def test_a_row_says_what_a_step_does(way: str, ranks: RankPool) -> None:
     expected = trained(way, 0, {})
     shown = table()
-    assert {how: outcome(way, how, expected, ranks) for how in HOWS} == {how: shown[way, how] for how in HOWS}
+    assert {how: outcome(way, how, expected, ranks) for how in HOWS} == {
+        how: shown[way, how] for how in HOWS
+    }
 
 
 def test_the_table_has_every_row_and_column() -> None:

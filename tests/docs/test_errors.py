@@ -25,7 +25,9 @@ pytestmark = pytest.mark.long
 
 @cache
 def listed() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_errors", ROOT / "docs" / "code" / "errors.py")
+    spec = importlib.util.spec_from_file_location(
+        "docs_errors", ROOT / "docs" / "code" / "errors.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -43,7 +45,9 @@ RAISING: dict[str, Callable[[], object]] = {
     "spec": lambda: Sharded(),
     "codec": lambda: fzero.comms.quantize(3),  # type: ignore[arg-type]
     "folder": lambda: find(Path("/nowhere")),
-    "config": lambda: fzero.Config.load({"train_batch_size": 7, "gradient_accumulation_steps": 3}).batch_sizes(4),
+    "config": lambda: fzero.Config.load(
+        {"train_batch_size": 7, "gradient_accumulation_steps": 3}
+    ).batch_sizes(4),
 }
 
 
@@ -53,7 +57,8 @@ def test_an_error_is_found_by_its_first_words(name: str) -> None:
         RAISING[name]()
     text = str(raised.value)
     patterns = [
-        re.compile(re.sub(r"‹[^›]*›", ".*", re.escape(message.rule)) + ".*", re.DOTALL) for message in all_messages()
+        re.compile(re.sub(r"‹[^›]*›", ".*", re.escape(message.rule)) + ".*", re.DOTALL)
+        for message in all_messages()
     ]
     assert any(pattern.fullmatch(text) for pattern in patterns), text
 
@@ -67,7 +72,9 @@ def test_every_error_class_is_explained() -> None:
 
 
 def test_messages_have_a_fix() -> None:
-    """Nine in ten end with one after their last semicolon; the rest are of DeepSpeed's own words, or name it otherwise."""
+    """Nine in ten end with one after their last semicolon; the rest are of DeepSpeed's
+    own words, or name it otherwise.
+    """
     messages = all_messages()
     assert len(messages) > 500
     assert sum(not message.fix for message in messages) <= len(messages) // 6

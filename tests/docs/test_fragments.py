@@ -1,4 +1,6 @@
-"""The short pieces of code in the README, on the first page and in the concepts run, with the names that a reader would have."""
+"""The short pieces of code in the README, on the first page and in the concepts run,
+with the names that a reader would have.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,20 @@ from fzero.testing import TrainingMachine
 from sharding import Placement, Sharded
 
 Names = dict[str, Any]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "concepts").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "index.md",
+    *sorted((ROOT / "docs" / "concepts").glob("*.md")),
+]
 
 
 def fragments() -> list[tuple[Path, Block]]:
-    return [(page, block) for page in PAGES for block in blocks(page.read_text()) if block.language == "python"]
+    return [
+        (page, block)
+        for page in PAGES
+        for block in blocks(page.read_text())
+        if block.language == "python"
+    ]
 
 
 class Model(nn.Module):
@@ -54,10 +65,24 @@ def usual() -> Names:
     model, batch = Model(), torch.randn(4, 8)
     step = fzero.make_train_step(model, cfg)
     return {
-        "fzero": fzero, "torch": torch, "optree": optree, "F": F, "nn": nn, "st": st, "rule": rule, "Placement": Placement,
-        "TrainingMachine": TrainingMachine, "model": model, "cfg": cfg, "step": step, "state": step.init(), "batch": batch,
-        "loader": [batch] * 100, "x": batch, "y": batch,
-    }  # fmt: skip
+        "fzero": fzero,
+        "torch": torch,
+        "optree": optree,
+        "F": F,
+        "nn": nn,
+        "st": st,
+        "rule": rule,
+        "Placement": Placement,
+        "TrainingMachine": TrainingMachine,
+        "model": model,
+        "cfg": cfg,
+        "step": step,
+        "state": step.init(),
+        "batch": batch,
+        "loader": [batch] * 100,
+        "x": batch,
+        "y": batch,
+    }
 
 
 def by_hand() -> Names:
@@ -72,38 +97,66 @@ def by_hand() -> Names:
         fzero.specs_of(weights, spec) for spec in (anatomy.FULL, *anatomy.STAGES[3])
     )
     return {
-        **vars(anatomy), "grad_and_value": grad_and_value, "model": model, "axis": axis, "x": torch.ones(2, 1), "params": params,
-        "state": state, "full": full, "params_spec": params_spec, "grads_spec": grads_spec, "state_spec": state_spec,
-    }  # fmt: skip
+        **vars(anatomy),
+        "grad_and_value": grad_and_value,
+        "model": model,
+        "axis": axis,
+        "x": torch.ones(2, 1),
+        "params": params,
+        "state": state,
+        "full": full,
+        "params_spec": params_spec,
+        "grads_spec": grads_spec,
+        "state_spec": state_spec,
+    }
 
 
 def in_parts() -> Names:
     names = usual()
     model = names["model"]
-    step = fzero.make_train_step(model, names["cfg"], loss_fn=lambda model, x: F.mse_loss(model.outputs(x), x))
-    return names | {"step": step, "state": step.init(), "criterion": F.mse_loss, "model": model.outputs}
+    step = fzero.make_train_step(
+        model, names["cfg"], loss_fn=lambda model, x: F.mse_loss(model.outputs(x), x)
+    )
+    return names | {
+        "step": step,
+        "state": step.init(),
+        "criterion": F.mse_loss,
+        "model": model.outputs,
+    }
 
 
 def stacked() -> Names:
     full = torch.arange(8.0)
     return usual() | {
-        "specs": fzero.specs_of(full, Sharded("data")), "loss_fn": lambda x: x.sum(), "shards_W": full.view(4, 2),
-    }  # fmt: skip
+        "specs": fzero.specs_of(full, Sharded("data")),
+        "loss_fn": lambda x: x.sum(),
+        "shards_W": full.view(4, 2),
+    }
 
 
 SETUPS: dict[str, Callable[[], Names]] = {
     "grads, loss = grad_and_value": by_hand,
     "window = step.begin": in_parts,
     "ranks = fzero.comms.Stacked": stacked,
-    "ema = ": lambda: (names := usual()) | {"ema": optree.tree_map(torch.clone, names["step"].weights(names["state"]))},
-    "step = fzero.make_train_step(model, cfg)  # or": lambda: usual() | {"batch": torch.randn(64, 2, 8)},
+    "ema = ": lambda: (
+        (names := usual())
+        | {"ema": optree.tree_map(torch.clone, names["step"].weights(names["state"]))}
+    ),
+    "step = fzero.make_train_step(model, cfg)  # or": lambda: (
+        usual() | {"batch": torch.randn(64, 2, 8)}
+    ),
     "old = ": lambda: (
         (names := usual())
-        | {"state": fzero.make_train_step(names["model"], names["cfg"] | {"zero_optimization": {"stage": 1}}).init()}
+        | {
+            "state": fzero.make_train_step(
+                names["model"], names["cfg"] | {"zero_optimization": {"stage": 1}}
+            ).init()
+        }
     ),
     "hook = ": lambda: usual() | {"grads_P": torch.randn(256), "axis": fzero.join()},
     "placements = ": lambda: (
-        (names := usual()) | {"cfg": names["cfg"] | {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}}
+        (names := usual())
+        | {"cfg": names["cfg"] | {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}}
     ),
     "class MyMachine": lambda: usual() | {"my_optimizer": fzero.sgd},
 }
@@ -112,7 +165,9 @@ SETUPS: dict[str, Callable[[], Names]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("page, block", fragments(), ids=lambda value: getattr(value, "stem", ""))
-def test_a_piece_of_code_runs(page: Path, block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_of_code_runs(
+    page: Path, block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     zero = {"stage": 2}

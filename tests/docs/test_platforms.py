@@ -1,4 +1,6 @@
-"""The pages that say where fzero runs say what `fzero env` says, and the batch file of Slurm is one."""
+"""The pages that say where fzero runs say what `fzero env` says, and the batch file of
+Slurm is one.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,19 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_the_table_of_platforms_is_that_of_the_code() -> None:
-    shown = re.findall(r"^\| ([^|]+) \| (works|not tested|does not) \| ([^|]+) \|$", START, re.MULTILINE)
+    shown = re.findall(
+        r"^\| ([^|]+) \| (works|not tested|does not) \| ([^|]+) \|$", START, re.MULTILINE
+    )
     assert shown == [tuple(row) for row in PLATFORMS]
 
 
 def test_the_versions_are_those_of_the_package() -> None:
     for page in (START, (ROOT / "README.md").read_text()):
         assert " to ".join(TORCH) in page and " to ".join(PYTHON) in page
-    assert f"torch>={TORCH[0]}" in PROJECT["dependencies"] and PROJECT["requires-python"] == f">={PYTHON[0]}"
+    assert (
+        f"torch>={TORCH[0]}" in PROJECT["dependencies"]
+        and PROJECT["requires-python"] == f">={PYTHON[0]}"
+    )
     classifiers = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
     assert (classifiers[0], classifiers[-1]) == PYTHON
 
@@ -34,7 +41,8 @@ def test_the_versions_are_those_of_the_package() -> None:
 def test_every_optional_package_has_an_extra_that_pins_nothing() -> None:
     extras = PROJECT["optional-dependencies"]
     for package, extra in EXTRAS.items():
-        by = {"yaml": "accelerate", "safetensors": "transformers"}.get(package, package)  # these bring it
+        # these bring it
+        by = {"yaml": "accelerate", "safetensors": "transformers"}.get(package, package)
         (wanted,) = [one for one in extras[extra] if one.startswith(by)]
         assert "==" not in wanted
     assert extras["tutorial"] == ["fzero[testing,pictures]"]
@@ -51,14 +59,26 @@ def test_the_batch_file_of_slurm_is_bash_and_sets_what_a_rank_reads(tmp_path: Pa
     fake = tmp_path / "srun"
     fake.write_text('#!/bin/bash\necho "$MASTER_PORT" "$OMP_NUM_THREADS" "$@"\n')
     fake.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "123456", "SLURM_CPUS_PER_TASK": "8"}
-    ran = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True)
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "123456",
+        "SLURM_CPUS_PER_TASK": "8",
+    }
+    ran = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
+    )
     port, threads, *_ = ran.stdout.split()
     assert threads == options["cpus-per-task"] and 20000 <= int(port) < 40000
     found = fzero.launched(
-        {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]",
-         "SLURM_CPUS_PER_TASK": "8", "MASTER_PORT": port}
-    )  # fmt: skip
+        {
+            "SLURM_PROCID": "9",
+            "SLURM_STEP_NUM_TASKS": "16",
+            "SLURM_LOCALID": "1",
+            "SLURM_STEP_NODELIST": "gpu[07-08]",
+            "SLURM_CPUS_PER_TASK": "8",
+            "MASTER_PORT": port,
+        }
+    )
     assert found is not None
     assert (found.rank, found.world_size, found.local_rank) == (9, 16, 1)
     assert (found.master_addr, found.master_port) == ("gpu07", int(port))

@@ -1,4 +1,6 @@
-"""One set of figures: what several pages show is what docs/performance.md shows; the tutorial's pages lead to each other."""
+"""One set of figures: what several pages show is what docs/performance.md shows; the
+tutorial's pages lead to each other.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ TUTORIAL = ("plain", "stage_3", "checkpoint", "plan", "traffic", "optimizer", "s
 
 
 def test_the_comparison_shows_rows_of_the_figures() -> None:
-    figures = re.findall(r"^\| 57M \| (\d) \| (\d+) \| ([^|]+) \| (\d+) \|", PERFORMANCE, re.MULTILINE)
+    figures = re.findall(
+        r"^\| 57M \| (\d) \| (\d+) \| ([^|]+) \| (\d+) \|", PERFORMANCE, re.MULTILINE
+    )
     comparison = (DOCS / "reference" / "comparison.md").read_text()
     shown = re.findall(r"^\| (\d) \| (\d+) \| ([^|]+) \| (\d+) \|$", comparison, re.MULTILINE)
     assert shown == figures and len(shown) == 4
@@ -38,7 +42,9 @@ def test_the_tutorial_has_a_link_to_the_page_before_and_after(number: int) -> No
 
 
 def test_the_readme_begins_with_what_decides() -> None:
-    """Two commands, for whom, install, ten lines of code and one figure, in one screen of forty lines."""
+    """Two commands, for whom, install, ten lines of code and one figure, in one screen
+    of forty lines.
+    """
     screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:40])
     decides = (
         "make demo",

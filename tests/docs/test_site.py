@@ -1,4 +1,6 @@
-"""The site builds without a broken link, has a page for every public name, and loads nothing from the network."""
+"""The site builds without a broken link, has a page for every public name, and loads
+nothing from the network.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,20 @@ def hooks() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `make docs` builds it, where a broken link or anchor is an error; with proxies that refuse every connection."""
+    """Built as `make docs` builds it, where a broken link or anchor is an error; with
+    proxies that refuse every connection.
+    """
     folder = tmp_path_factory.mktemp("site")
-    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    nowhere = dict.fromkeys(
+        ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
+    )
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | nowhere | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+        command,
+        cwd=ROOT,
+        env=os.environ | nowhere | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return folder
@@ -60,7 +70,9 @@ def test_every_public_name_has_its_page(package: str, site: Path) -> None:
         link = re.search(rf'<a href="([^"]+)"><code>{name}</code></a>', listing)
         assert link, f"{package}.{name} is not in the list of its package"
         page = (site / "api" / package / link[1]).resolve().read_text()
-        assert re.search(rf"<h1[^>]*>[^<]*[.\w]*\.{name}\b|<h1[^>]*>{name}\b", html.unescape(page)), name
+        assert re.search(
+            rf"<h1[^>]*>[^<]*[.\w]*\.{name}\b|<h1[^>]*>{name}\b", html.unescape(page)
+        ), name
 
 
 def test_pages_load_nothing_from_the_network(site: Path) -> None:

@@ -1,4 +1,6 @@
-"""The page that composes a step by hand trains like a plain loop, in all stages, however it is run."""
+"""The page that composes a step by hand trains like a plain loop, in all stages,
+however it is run.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ ROOT = Path(__file__).parents[2]
 STAGES = (0, 1, 2, 3)
 
 
-def curves(stages: tuple[int, ...], num_steps: int, stacked: int | None = None, backend: str | None = None) -> Any:
-    """The losses of each step: of the plain loop, and in the stages on this rank (or on stacked ranks)."""
+def curves(
+    stages: tuple[int, ...], num_steps: int, stacked: int | None = None, backend: str | None = None
+) -> Any:
+    """The losses of each step: of the plain loop, and in the stages on this rank (or on
+    stacked ranks).
+    """
     if (folder := str(ROOT / "examples")) not in sys.path:
         sys.path.insert(0, folder)
     page = importlib.import_module("anatomy_of_a_step")
@@ -29,7 +35,9 @@ def curves(stages: tuple[int, ...], num_steps: int, stacked: int | None = None, 
     model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
     batches = 3 * torch.randn(num_steps, 24, 1)
     ranks = None if stacked is None else fzero.comms.Stacked(stacked)
-    how = {} if backend is None else {"jit": partial(torch.compile, fullgraph=True, backend=backend)}
+    how = (
+        {} if backend is None else {"jit": partial(torch.compile, fullgraph=True, backend=backend)}
+    )
     torch._dynamo.reset()
     trained = [page.train(model, batches, stage, ranks, **how) for stage in stages]
     return page.train_plainly(model, batches), *trained
@@ -42,7 +50,8 @@ def assert_equal(curves: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "world_size", [1, pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
+    "world_size",
+    [1, pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)],
 )
 def test_a_step_composed_by_hand_is_the_plain_one_on_real_and_on_stacked_ranks(
     ranks: RankPool, world_size: int
@@ -63,7 +72,9 @@ def test_a_step_composed_by_hand_is_one_graph_on_real_and_on_stacked_ranks(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [("--compile",), ("--simulate", "2"), ("--simulate", "2", "--compile")])
+@pytest.mark.parametrize(
+    "options", [("--compile",), ("--simulate", "2"), ("--simulate", "2", "--compile")]
+)
 def test_the_page_runs_as_it_says(options: tuple[str, ...]) -> None:
     page = subprocess.run(
         [sys.executable, ROOT / "examples" / "anatomy_of_a_step.py", *options],

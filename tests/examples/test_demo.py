@@ -29,28 +29,43 @@ def text(examples):
 
 def processes_of(out: Path) -> list[psutil.Process]:
     """The demo's processes that write to this folder, its ranks included."""
-    return [process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or [])]
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(out) in (process.info["cmdline"] or [])
+    ]
 
 
 @pytest.mark.long
 def test_the_demo_learns_and_leaves_its_picture_and_its_numbers(tmp_path, examples):
-    run = subprocess.run([*COMMAND, tmp_path, "--steps", "40"], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [*COMMAND, tmp_path, "--steps", "40"], capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
-    assert "gzip -9" in run.stdout and "Python by this model" in run.stdout and "step 40/40" in run.stdout
+    assert (
+        "gzip -9" in run.stdout
+        and "Python by this model" in run.stdout
+        and "step 40/40" in run.stdout
+    )
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / "demo.json").read_text())
     losses = result["training_bits_per_byte"]
     assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
-    assert math.isfinite(result["validation_bits_per_byte"]) and 1 < result["gzip_bits_per_byte"] < 4
+    assert (
+        math.isfinite(result["validation_bits_per_byte"]) and 1 < result["gzip_bits_per_byte"] < 4
+    )
     gpt = importlib.import_module("gpt")
     numel = sum(parameter.numel() for parameter in gpt.GPT(gpt.SIZES["tiny"]).parameters())
-    assert 1 <= result["state_nbytes"] / (16 * numel / 2) < 1.01  # ZeRO-3 on two ranks, and a little padding
+    # ZeRO-3 on two ranks, and a little padding
+    assert 1 <= result["state_nbytes"] / (16 * numel / 2) < 1.01
     assert not processes_of(tmp_path)
 
 
 @pytest.mark.long
 def test_a_demo_of_some_seconds_ends_at_a_step_they_agree_on_and_shows_what_a_rank_holds(tmp_path):
-    run = subprocess.run([*COMMAND, tmp_path, "--seconds", "4"], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [*COMMAND, tmp_path, "--seconds", "4"], capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
     result = json.loads((tmp_path / "demo.json").read_text())
     assert result["training_bits_per_byte"][-1] < result["training_bits_per_byte"][0]
@@ -62,11 +77,16 @@ def test_a_demo_of_some_seconds_ends_at_a_step_they_agree_on_and_shows_what_a_ra
 @pytest.mark.long
 def test_the_demo_learns_with_its_optimizer_state_in_files_which_go_at_the_end(tmp_path):
     run = subprocess.run(
-        [*COMMAND, tmp_path, "--steps", "10", "--offload", "nvme"], capture_output=True, text=True, timeout=120
+        [*COMMAND, tmp_path, "--steps", "10", "--offload", "nvme"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr
     result = json.loads((tmp_path / "demo.json").read_text())
-    assert "in files: gradients" in run.stdout and result["nbytes_by_memory"]["nvme"]["optimizer"] > 0
+    assert (
+        "in files: gradients" in run.stdout and result["nbytes_by_memory"]["nvme"]["optimizer"] > 0
+    )
     losses = result["training_bits_per_byte"]
     assert len(losses) == 10 and losses[-1] < losses[0]
     assert not list(tmp_path.rglob("*.flat"))
@@ -88,16 +108,22 @@ def test_the_demo_goes_on_from_what_it_saved(tmp_path):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_demo_learns_in_16_bits_and_keeps_what_the_paper_says(tmp_path, examples, dtype):
     run = subprocess.run(
-        [*COMMAND, tmp_path, "--steps", "20", "--dtype", dtype], capture_output=True, text=True, timeout=120
+        [*COMMAND, tmp_path, "--steps", "20", "--dtype", dtype],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    assert f"parameters {'bfloat16' if dtype == 'bf16' else 'float16'}, master float32" in run.stdout
+    assert (
+        f"parameters {'bfloat16' if dtype == 'bf16' else 'float16'}, master float32" in run.stdout
+    )
     result = json.loads((tmp_path / "demo.json").read_text())
     losses = result["training_bits_per_byte"]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     gpt = importlib.import_module("gpt")
     numel = sum(parameter.numel() for parameter in gpt.GPT(gpt.SIZES["tiny"]).parameters())
-    assert 1 <= result["state_nbytes"] / (16 * numel / 2) < 1.01  # 2 + 4 + 8 + 2 bytes, divided among two ranks
+    # 2 + 4 + 8 + 2 bytes, divided among two ranks
+    assert 1 <= result["state_nbytes"] / (16 * numel / 2) < 1.01
 
 
 @pytest.mark.nightly
@@ -113,8 +139,11 @@ def test_the_demo_sends_less_through_comm_hooks_and_shows_that_it_learns_as_well
     assert "bytes in a step" in run.stdout and f"{coded['sent_nbytes_per_step']:,}" in run.stdout
     losses = coded["training_bits_per_byte"]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5]) and losses != exact["training_bits_per_byte"]
-    # Steps in 4 and 8 bits are others: a twentieth is many times what forty of them were found to differ by.
-    assert coded["validation_bits_per_byte"] == pytest.approx(exact["validation_bits_per_byte"], rel=0.05)
+    # Steps in 4 and 8 bits are others: a twentieth is many times what forty of them were found to
+    # differ by.
+    assert coded["validation_bits_per_byte"] == pytest.approx(
+        exact["validation_bits_per_byte"], rel=0.05
+    )
 
 
 @pytest.mark.long
@@ -129,10 +158,16 @@ def test_the_demo_does_what_a_configuration_says(tmp_path):
     command = [*COMMAND, tmp_path, "--steps", "10", "--config", tmp_path / "my.json"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert "ZeRO stage 2 on 2 ranks" in run.stdout and "bfloat16" in run.stdout and "muon" in run.stdout
+    assert (
+        "ZeRO stage 2 on 2 ranks" in run.stdout
+        and "bfloat16" in run.stdout
+        and "muon" in run.stdout
+    )
     losses = json.loads((tmp_path / "demo.json").read_text())["training_bits_per_byte"]
     assert losses[-1] < losses[0]
-    assert subprocess.run([*command, "--stage", "1"], capture_output=True, timeout=60).returncode == 2
+    assert (
+        subprocess.run([*command, "--stage", "1"], capture_output=True, timeout=60).returncode == 2
+    )
 
 
 @pytest.mark.long
@@ -162,7 +197,15 @@ def test_a_signal_stops_every_rank_after_a_step_they_agree_on(tmp_path, number):
 
 
 def test_the_split_is_by_file_and_the_same_every_time(text, tmp_path):
-    for name in ("ast.py", "copy.py", "glob.py", "os.py", "test/copy.py", "site-packages/copy.py", "notes.txt"):
+    for name in (
+        "ast.py",
+        "copy.py",
+        "glob.py",
+        "os.py",
+        "test/copy.py",
+        "site-packages/copy.py",
+        "notes.txt",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     training, held_out = text.read_text(tmp_path)

@@ -1,4 +1,6 @@
-"""The lab's pages, as a user runs them, with few steps: what they print is true, and each leaves its picture."""
+"""The lab's pages, as a user runs them, with few steps: what they print is true, and
+each leaves its picture.
+"""
 
 import re
 import subprocess
@@ -13,7 +15,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def run(tmp_path):
     def run_page(name: str, *options: str) -> str:
-        command = [sys.executable, ROOT / "examples" / "lab" / f"{name}.py", "--out", tmp_path, *options]
+        command = [
+            sys.executable,
+            ROOT / "examples" / "lab" / f"{name}.py",
+            "--out",
+            tmp_path,
+            *options,
+        ]
         page = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert page.returncode == 0, page.stderr
         picture = (tmp_path / f"{name}.png").read_bytes()
@@ -25,21 +33,30 @@ def run(tmp_path):
 
 def numbers(pattern: str, text: str) -> list[list[float]]:
     """What the groups of each match say."""
-    return [[float(group.replace(",", "")) for group in match.groups()] for match in re.finditer(pattern, text)]
+    return [
+        [float(group.replace(",", "")) for group in match.groups()]
+        for match in re.finditer(pattern, text)
+    ]
 
 
 @pytest.mark.long
 def test_an_optimizer_of_ones_own_keeps_the_laws_and_learns_like_adamw(run):
     said = run("new_optimizer", "--steps", "6")
     assert "keeps the laws" in said
-    (first, adamw, _), (also_first, accord, _) = numbers(r"loss ([\d.]+) -> ([\d.]+), ([\d,]+) bytes", said)
+    (first, adamw, _), (also_first, accord, _) = numbers(
+        r"loss ([\d.]+) -> ([\d.]+), ([\d,]+) bytes", said
+    )
     assert first == also_first and adamw < 0.9 * first and accord < 0.9 * first
 
 
-def test_round_robin_and_a_buffer_for_each_block_end_their_copies_sooner_than_declaration_order(run):
+def test_round_robin_and_a_buffer_for_each_block_end_their_copies_sooner_than_declaration_order(
+    run,
+):
     said = run("orders", "--ranks", "4")
     ends = [end for (end,) in numbers(r"all is on the hosts at ([\d.]+) backwards", said)]
-    assert ends == sorted(ends, reverse=True) and ends[0] > 1.3 > 1.2 > ends[1] > 1 and len(ends) == 3
+    assert (
+        ends == sorted(ends, reverse=True) and ends[0] > 1.3 > 1.2 > ends[1] > 1 and len(ends) == 3
+    )
     blocks = numbers(r"rank \d+ has parts of blocks (\d+) to (\d+)", said)
     assert blocks[:4] == [[0, 2], [3, 5], [6, 8], [9, 11]]  # declaration: a stretch for each
     assert blocks[8:] == [[0, 11]] * 4
@@ -60,7 +77,9 @@ def test_each_rank_of_a_model_that_is_too_big_holds_an_eighth_as_planned(run):
     assert "stage 1: fits no number of ranks" in said and "stage 3: fits from 8 ranks on" in said
     ((whole,),) = numbers(r"whole, the state would be ([\d,]+) bytes", said)
     held = numbers(r"rank \d holds ([\d,]+) bytes, planned were ([\d,]+)", said)
-    assert len(held) == 8 and all(own == planned and 1 <= own / (whole / 8) < 1.02 for own, planned in held)
+    assert len(held) == 8 and all(
+        own == planned and 1 <= own / (whole / 8) < 1.02 for own, planned in held
+    )
     ((first, last),) = numbers(r"loss ([\d.]+) -> ([\d.]+)", said)
     assert last < first
 
@@ -82,13 +101,21 @@ def test_a_stage_that_changes_in_mid_training_changes_the_losses_by_rounding_onl
 @pytest.mark.long
 def test_parameters_in_8_bits_cost_little_and_what_4_bits_of_gradients_lose_can_be_remembered(run):
     said = run("quantised_gathers", "--steps", "24")
-    points = numbers(r"(\d) bits in blocks of (\d+): ([\d.]+) bytes for an element, error ([\d.e+-]+)", said)
+    points = numbers(
+        r"(\d) bits in blocks of (\d+): ([\d.]+) bytes for an element, error ([\d.e+-]+)", said
+    )
     for bits in (8, 4):
         by_block = [(nbytes, error) for found, _, nbytes, error in points if found == bits]
-        assert len(by_block) == 5 and by_block == sorted(by_block, key=lambda point: (-point[0], point[1]))
+        assert len(by_block) == 5 and by_block == sorted(
+            by_block, key=lambda point: (-point[0], point[1])
+        )
     runs = numbers(r"loss ([\d.]+) -> ([\d.]+), ([\d,]+) bytes sent in a step", said)
     (first, exact, whole), gathers, alone, remembered, both = runs
-    assert exact < 0.7 * first and abs(gathers[1] - exact) < abs(alone[1] - exact) and remembered[1] < alone[1]
+    assert (
+        exact < 0.7 * first
+        and abs(gathers[1] - exact) < abs(alone[1] - exact)
+        and remembered[1] < alone[1]
+    )
     assert whole / both[2] > 4 and alone[2] == remembered[2]
 
 

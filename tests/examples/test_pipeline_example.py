@@ -15,7 +15,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.long
 @pytest.mark.parametrize(
     "command",
-    [["pipeline.py", "--order", "zero_bubble"], ["pipeline.py", "--ranks", "4"], ["train_gpt.py", "--pipe", "2"]],
+    [
+        ["pipeline.py", "--order", "zero_bubble"],
+        ["pipeline.py", "--ranks", "4"],
+        ["train_gpt.py", "--pipe", "2"],
+    ],
 )
 def test_the_example_learns_on_two_stages(command: list[str]) -> None:
     name, *options = command

@@ -1,4 +1,6 @@
-"""The example of reinforcement learning: its reward rises, by a step and by DeepSpeed's calls."""
+"""The example of reinforcement learning: its reward rises, by a step and by DeepSpeed's
+calls.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,19 @@ EXAMPLE = Path(__file__).parents[2] / "examples/rlhf.py"
 @pytest.mark.parametrize("by", ["step", "engine"])
 def test_the_reward_rises(by: str, tmp_path: Path) -> None:
     picture = tmp_path / "rlhf.png"
-    words = ["--num_procs", "2", str(EXAMPLE), "--by", by, "--seeds", "1", "--updates", "12", "--out", str(picture)]
+    words = [
+        "--num_procs",
+        "2",
+        str(EXAMPLE),
+        "--by",
+        by,
+        "--seeds",
+        "1",
+        "--updates",
+        "12",
+        "--out",
+        str(picture),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "fzero", "run", *words],
         cwd=tmp_path,

@@ -1,4 +1,6 @@
-"""Reports are whole wherever they go: no figure is cut, on a narrow terminal, in a pipe or in a file."""
+"""Reports are whole wherever they go: no figure is cut, on a narrow terminal, in a pipe
+or in a file.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +57,24 @@ def test_a_plan_of_long_names_is_whole() -> None:
 
 
 def test_tables_are_printed_through_one_door() -> None:
-    """`Console.print` cuts a table to the width that it believes in, which is 80 columns in a pipe."""
-    for path in (p for folder in ("benchmarks", "examples", "fzero") for p in (ROOT / folder).rglob("*.py")):
+    """`Console.print` cuts a table to the width that it believes in, which is 80
+    columns in a pipe.
+    """
+    for path in (
+        p for folder in ("benchmarks", "examples", "fzero") for p in (ROOT / folder).rglob("*.py")
+    ):
         if path == ROOT / "fzero" / "common" / "text_tables.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "print":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "print"
+            ):
                 printed = [ast.unparse(argument).lower() for argument in node.args]
                 assert not any(
-                    x.startswith(("table", "make_table")) or x.endswith((".plan", "report")) for x in printed
+                    x.startswith(("table", "make_table")) or x.endswith((".plan", "report"))
+                    for x in printed
                 ), (
                     path,
                     node.lineno,

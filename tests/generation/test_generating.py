@@ -1,4 +1,6 @@
-"""Generation between updates: tokens of a plain model, a state that keeps its bits, and what is sent."""
+"""Generation between updates: tokens of a plain model, a state that keeps its bits, and
+what is sent.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +55,28 @@ def ids(seed: int, rows: int = 2) -> Tensor:
 
 
 def greedy(model: Any, prompt: Tensor, num_new: int = NEW, **more: Any) -> Tensor:
-    more = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0, "eos_token_id": None} | more
+    more = {
+        "do_sample": False,
+        "max_new_tokens": num_new,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    } | more
     tokens: Tensor = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **more)
     return tokens
 
 
 def _as_a_plain_model(stage: int, precision: str, zero: dict[str, Any], by: str) -> Any:
-    step = fzero.make_train_step(gpt2(), fzero.Config.load(settings(stage, precision, **zero)), loss_fn=loss_of)
+    step = fzero.make_train_step(
+        gpt2(), fzero.Config.load(settings(stage, precision, **zero)), loss_fn=loss_of
+    )
     sent: list[CommRecord] = []
     seen = step.observed(sent.append)
     state, plain = step.init(), gpt2()
     state, _ = step(state, ids(step.rank))
-    before = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in optree.tree_leaves(state.params)]
+    before = [
+        leaf.clone() if isinstance(leaf, Tensor) else leaf
+        for leaf in optree.tree_leaves(state.params)
+    ]
     num_new = NEW + (2 * step.rank if by == "copy" else 0)
     with fzero.generating(seen, state, by=by) as model:
         found = [greedy(model, ids(seed), num_new) for seed in (5, 6)]
@@ -74,7 +86,9 @@ def _as_a_plain_model(stage: int, precision: str, zero: dict[str, Any], by: str)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "torch_autocast"):
         expected = [greedy(plain, ids(seed), num_new) for seed in (5, 6)]
     kept = all(
-        a is b or torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(state.params)) if isinstance(a, Tensor)
+        a is b or torch.equal(a, b)
+        for a, b in zip(before, optree.tree_leaves(state.params))
+        if isinstance(a, Tensor)
     )
     full = sum(buffer.padded_numel for buffer in step.plan.flat_buffers)
     state, metrics = step(state, ids(9 + step.rank))
@@ -92,7 +106,9 @@ def test_tokens_are_those_of_a_plain_model_and_parameters_are_sent_once(
     zero: dict[str, Any] = {} if offload is None else {"offload_optimizer": block}
     if offload and stage == 3:
         zero["offload_param"] = block | ({"max_in_cpu": 0} if offload == "nvme" else {})
-    for found, expected, kept, num_sent, full, _ in ranks(2, _as_a_plain_model, stage, precision, zero, "copy"):
+    for found, expected, kept, num_sent, full, _ in ranks(
+        2, _as_a_plain_model, stage, precision, zero, "copy"
+    ):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert (
             len({tuple(row) for tokens in found for row in tokens[:, PROMPT:].tolist()}) > 1
@@ -103,7 +119,9 @@ def test_tokens_are_those_of_a_plain_model_and_parameters_are_sent_once(
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_by_unit_tokens_are_the_same(ranks: RankPool, stage: int) -> None:
-    (found, expected, kept, num_sent, full, loss), _ = ranks(2, _as_a_plain_model, stage, "fp32", {}, "unit")
+    (found, expected, kept, num_sent, full, loss), _ = ranks(
+        2, _as_a_plain_model, stage, "fp32", {}, "unit"
+    )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and kept
     assert (num_sent > full) == (stage == 3)
     (_, _, _, _, _, by_copy), _ = ranks(2, _as_a_plain_model, stage, "fp32", {}, "copy")
@@ -111,9 +129,15 @@ def test_by_unit_tokens_are_the_same(ranks: RankPool, stage: int) -> None:
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
-def test_by_unit_tokens_are_the_same_from_other_memory(ranks: RankPool, offload: str, tmp_path: Path) -> None:
-    block = {"device": offload} | ({"nvme_path": str(tmp_path), "max_in_cpu": 0} if offload == "nvme" else {})
-    for found, expected, _, _, _, _ in ranks(2, _as_a_plain_model, 3, "fp32", {"offload_param": block}, "unit"):
+def test_by_unit_tokens_are_the_same_from_other_memory(
+    ranks: RankPool, offload: str, tmp_path: Path
+) -> None:
+    block = {"device": offload} | (
+        {"nvme_path": str(tmp_path), "max_in_cpu": 0} if offload == "nvme" else {}
+    )
+    for found, expected, _, _, _, _ in ranks(
+        2, _as_a_plain_model, 3, "fp32", {"offload_param": block}, "unit"
+    ):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -144,9 +168,10 @@ def test_a_compressed_model_generates_with_what_it_trains_with(stage: int) -> No
     block = {
         "weight_quantization": {"shared_parameters": shared, "different_groups": {"all": group}},
         "activation_quantization": {
-            "shared_parameters": shared | {"range_calibration": "dynamic"}, "different_groups": {"all": ranges},
+            "shared_parameters": shared | {"range_calibration": "dynamic"},
+            "different_groups": {"all": ranges},
         },
-    }  # fmt: skip
+    }
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(2, 8)
     cfg = fzero.Config.load(settings(stage) | {"compression_training": block})
@@ -160,11 +185,13 @@ def test_a_compressed_model_generates_with_what_it_trains_with(stage: int) -> No
     assert torch.equal(*found)
 
 
-# --- writes ------------------------------------------------------------------------------------------------------
+# --- writes ---------------------------------------------------------------------------------------
 
 
 def _made(stage: int = 1, model: Any = None) -> tuple[Any, Any]:
-    step = fzero.make_train_step(model or gpt2(), fzero.Config.load(settings(stage)), loss_fn=loss_of)
+    step = fzero.make_train_step(
+        model or gpt2(), fzero.Config.load(settings(stage)), loss_fn=loss_of
+    )
     return step, step.init()
 
 
@@ -189,7 +216,10 @@ def test_no_layer_drops_tokens_while_it_generates(by: str) -> None:
 
 def test_simulated_ranks_generate_from_their_gathered_weights() -> None:
     step = fzero.make_train_step(
-        gpt2(), fzero.Config.load(settings(3)), loss_fn=loss_of, mesh=fzero.comms.AbstractAxis("data", 2)
+        gpt2(),
+        fzero.Config.load(settings(3)),
+        loss_fn=loss_of,
+        mesh=fzero.comms.AbstractAxis("data", 2),
     )
     ranks = fzero.simulate(step, by="lockstep")
     state = ranks.init()
@@ -198,7 +228,8 @@ def test_simulated_ranks_generate_from_their_gathered_weights() -> None:
         lambda: next(server_weights(ranks, state)),  # type: ignore[arg-type]
     ):
         with pytest.raises(
-            TypeError, match="must be what make_train_step returned, got LockstepRanks; load what gather"
+            TypeError,
+            match="must be what make_train_step returned, got LockstepRanks; load what gather",
         ):
             call()
     gpt2().load_state_dict(ranks.gather(state))
@@ -220,7 +251,10 @@ def test_a_write_is_refused_and_with_copies_dropped() -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [({"by": "token"}, "by must be 'copy' or 'unit'"), ({"by": "unit", "writable": True}, "writable must be False")],
+    [
+        ({"by": "token"}, "by must be 'copy' or 'unit'"),
+        ({"by": "unit", "writable": True}, "writable must be False"),
+    ],
 )
 def test_wrong_arguments_are_refused(given: dict[str, Any], says: str) -> None:
     step, state = _made()
@@ -228,7 +262,7 @@ def test_wrong_arguments_are_refused(given: dict[str, Any], says: str) -> None:
         pass
 
 
-# --- LoRA --------------------------------------------------------------------------------------------------------
+# --- LoRA -----------------------------------------------------------------------------------------
 
 
 class ChatLinear(nn.Module):
@@ -243,7 +277,11 @@ class ChatLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = nn.functional.linear(x, self.weight)
-        return y if self.fuse_lora else y + (x @ self.lora_right_weight @ self.lora_left_weight) * self.lora_scaling
+        return (
+            y
+            if self.fuse_lora
+            else y + (x @ self.lora_right_weight @ self.lora_left_weight) * self.lora_scaling
+        )
 
 
 def _chat(stage: int) -> Any:
@@ -260,13 +298,20 @@ def _chat(stage: int) -> Any:
     with fzero.generating(step, state, fuse=False) as plain:
         unmerged = plain(x)
     assert not model[0].fuse_lora
-    return merged, unmerged, all(torch.equal(value, before[name]) for name, value in step.gather(state).items())
+    return (
+        merged,
+        unmerged,
+        all(torch.equal(value, before[name]) for name, value in step.gather(state).items()),
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_merged_lora_gives_the_same_to_rounding_and_weights_keep_their_bits(ranks: RankPool, stage: int) -> None:
+def test_merged_lora_gives_the_same_to_rounding_and_weights_keep_their_bits(
+    ranks: RankPool, stage: int
+) -> None:
     for merged, unmerged, kept in ranks(2, _chat, stage):
-        torch.testing.assert_close(merged, unmerged)  # another order of fp32 sums: torch's tolerance for them
+        # another order of fp32 sums: torch's tolerance for them
+        torch.testing.assert_close(merged, unmerged)
         assert not torch.equal(merged, unmerged) and kept
 
 
@@ -276,7 +321,9 @@ def test_fuse_lora_is_pure_and_refuses_a_shared_matrix() -> None:
     before = {name: value.clone() for name, value in params.items()}
     fused = fuse_lora(model, params)
     assert all(torch.equal(params[name], before[name]) for name in params)
-    expected = params["1.weight"] + 0.5 * (params["1.lora_right_weight"] @ params["1.lora_left_weight"]).T
+    expected = (
+        params["1.weight"] + 0.5 * (params["1.lora_right_weight"] @ params["1.lora_left_weight"]).T
+    )
     assert torch.equal(fused["1.weight"], expected)
     model[1].weight = model[0].weight
     with pytest.raises(ValueError, match="must be its own, and is tied to"):
@@ -300,12 +347,13 @@ def test_adapters_of_peft_are_merged_and_stay_as_they_are(kind: dict[str, Any], 
         model.merge_adapter()
         by_peft = model(input_ids=x).logits
         model.unmerge_adapter()
-    torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-4)  # sums of another order through six matrices
+    # sums of another order through six matrices
+    torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-4)
     assert torch.equal(merged, by_peft)
     assert all(torch.equal(value, before[name]) for name, value in step.gather(state).items())
 
 
-# --- weights for a server ----------------------------------------------------------------------------------------
+# --- weights for a server -------------------------------------------------------------------------
 
 
 def _served(stage: int) -> Any:

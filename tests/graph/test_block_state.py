@@ -1,6 +1,8 @@
-"""The law of equal blocks: hooks and other state outside a block's code count under `compile=` as they do in a plain loop.
+"""The law of equal blocks: hooks and other state outside a block's code count under
+`compile=` as they do in a plain loop.
 
-Equal blocks share compiled code, and torch.compile guards no hooks. So each row of `KINDS` changes one of three equal blocks.
+Equal blocks share compiled code, and torch.compile guards no hooks. So each row of
+`KINDS` changes one of three equal blocks.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Blocks(nn.Module):
         return nn.functional.mse_loss(self.head(x), y)
 
 
-# --- what is changed ---------------------------------------------------------------------------------------------
+# --- what is changed ------------------------------------------------------------------------------
 
 
 def scaled_first(_: nn.Module, given: Any, *__: Any) -> Any:
@@ -79,16 +81,24 @@ def scaled_with_keyword(_: nn.Module, __: Any, kwargs: Any, output: Tensor) -> T
 
 HOOKS: dict[str, Callable[[nn.Module], object]] = {
     "forward": lambda m: m.register_forward_hook(scaled_output),
-    "forward with keywords": lambda m: m.register_forward_hook(scaled_with_keyword, with_kwargs=True),
+    "forward with keywords": lambda m: m.register_forward_hook(
+        scaled_with_keyword, with_kwargs=True
+    ),
     "forward always called": lambda m: m.register_forward_hook(scaled_output, always_call=True),
     "two forward, one prepended": lambda m: [
         m.register_forward_hook(lambda m, a, o: o + 1),
         m.register_forward_hook(scaled_output, prepend=True),
     ],
     "forward pre": lambda m: m.register_forward_pre_hook(scaled_first),
-    "forward pre with keywords": lambda m: m.register_forward_pre_hook(scaled_keyword, with_kwargs=True),
-    "full backward": lambda m: m.register_full_backward_hook(lambda m, grads, _: (grads[0] * 0.1, *grads[1:])),
-    "full backward pre": lambda m: m.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 3,)),
+    "forward pre with keywords": lambda m: m.register_forward_pre_hook(
+        scaled_keyword, with_kwargs=True
+    ),
+    "full backward": lambda m: m.register_full_backward_hook(
+        lambda m, grads, _: (grads[0] * 0.1, *grads[1:])
+    ),
+    "full backward pre": lambda m: m.register_full_backward_pre_hook(
+        lambda m, grads: (grads[0] * 3,)
+    ),
     "forward that hooks its tensor": lambda m: m.register_forward_hook(
         lambda m, a, o: o.register_hook(lambda grad: grad * 3) and None
     ),
@@ -101,7 +111,9 @@ class Doubled(nn.Module):
 
 
 def own_forward(module: nn.Module) -> None:
-    """A forward of the object, which calls that of its class: a closure over the module."""
+    """A forward of the object, which calls that of its class: a closure over the
+    module.
+    """
     before, factor = module.forward, 1.5
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -129,7 +141,9 @@ STATE: dict[str, Callable[[Block], object]] = {
     "a buffer": lambda b: b.inner.shift.copy_(torch.arange(WIDTH)),  # type: ignore[operator]
     "a buffer that was None": lambda b: setattr(b.inner, "absent", torch.ones(1)),
     "a function": lambda b: setattr(b, "activation", torch.sigmoid),
-    "a closure": lambda b: setattr(b, "activation", (lambda factor: lambda x: torch.tanh(x) * factor)(3.0)),
+    "a closure": lambda b: setattr(
+        b, "activation", (lambda factor: lambda x: torch.tanh(x) * factor)(3.0)
+    ),
     "a partial": lambda b: setattr(b, "activation", partial(torch.clamp, min=0.1)),
     "the mode of a module": lambda b: b.inner.eval(),
     "a frozen parameter": lambda b: b.inner.weight.requires_grad_(False),
@@ -138,7 +152,9 @@ STATE: dict[str, Callable[[Block], object]] = {
     "a forward of the object, inside": lambda b: own_forward(b.inner),
     "a forward of the object": own_forward,
     "a method of the object, inside": lambda b: own_method(b.inner),
-    "a parametrization": lambda b: parametrize.register_parametrization(b.inner, "weight", Doubled()),
+    "a parametrization": lambda b: parametrize.register_parametrization(
+        b.inner, "weight", Doubled()
+    ),
     "weight norm": lambda b: parametrizations.weight_norm(b.inner),
     "old weight norm": lambda b: torch.nn.utils.weight_norm(b.inner),
     "an eps": lambda b: setattr(b.norm, "eps", 0.5),
@@ -151,12 +167,16 @@ KINDS: dict[str, Callable[[Block], object]] = {
 }
 
 GLOBAL: dict[str, Callable[[], Any]] = {
-    "forward": lambda: modules.register_module_forward_hook(lambda m, a, o: o * 1.1 if isinstance(m, Block) else None),
+    "forward": lambda: modules.register_module_forward_hook(
+        lambda m, a, o: o * 1.1 if isinstance(m, Block) else None
+    ),
     "forward pre": lambda: modules.register_module_forward_pre_hook(
         lambda m, a: (a[0] * 1.1, *a[1:]) if isinstance(m, Inner | Block) else None
     ),
     "full backward": lambda: modules.register_module_full_backward_hook(
-        lambda m, grads, _: (grads[0] * 0.7,) if isinstance(m, nn.LayerNorm) and grads[0] is not None else None
+        lambda m, grads, _: (
+            (grads[0] * 0.7,) if isinstance(m, nn.LayerNorm) and grads[0] is not None else None
+        )
     ),
     "full backward pre": lambda: modules.register_module_full_backward_pre_hook(
         lambda m, grads: (grads[0] * 1.3,) if isinstance(m, Block) else None
@@ -165,17 +185,23 @@ GLOBAL: dict[str, Callable[[], Any]] = {
 """Hooks of all modules; each acts on some."""
 
 
-# --- the law -----------------------------------------------------------------------------------------------------
+# --- the law --------------------------------------------------------------------------------------
 
 
 def plain(change: Callable[[Block], object]) -> list[tuple[float, float]]:
     curve, _ = train_plainly(
-        lambda: Blocks(change), vectors, lambda params: torch.optim.SGD(params, lr=RATE), num_steps=NUM_STEPS, clip=1e9
+        lambda: Blocks(change),
+        vectors,
+        lambda params: torch.optim.SGD(params, lr=RATE),
+        num_steps=NUM_STEPS,
+        clip=1e9,
     )
     return curve
 
 
-def curve(change: Callable[[Block], object], stage: int, **options: Any) -> list[tuple[float, float]]:
+def curve(
+    change: Callable[[Block], object], stage: int, **options: Any
+) -> list[tuple[float, float]]:
     torch.manual_seed(0)
     cfg = {
         "optimizer": {"type": "SGD", "params": {"lr": RATE}},
@@ -200,7 +226,9 @@ RUNNERS: dict[str, dict[str, Any]] = {
 
 
 def wrong(names: list[str], runner: str, stages: tuple[int, ...]) -> dict[str, str]:
-    """The kinds that train otherwise than the plain loop; the sums of a batch in parts are rounded otherwise (1e-5)."""
+    """The kinds that train otherwise than the plain loop; the sums of a batch in parts
+    are rounded otherwise (1e-5).
+    """
     found = {}
     for name in names:
         expected = plain(KINDS[name])
@@ -249,13 +277,20 @@ def test_hooks_of_all_modules_run_once(name: str, runner: str) -> None:
 
 
 def test_a_hook_that_comes_and_goes_between_steps_counts_while_it_is_there() -> None:
-    """Compiled code of the steps before and after is not used in between, and nothing is left of it."""
+    """Compiled code of the steps before and after is not used in between, and nothing
+    is left of it.
+    """
 
     def curve_of(options: dict[str, Any]) -> list[float]:
         torch.manual_seed(0)
         model = Blocks(lambda _: None)
         step = fzero.make_train_step(
-            model, {"optimizer": {"type": "SGD", "params": {"lr": RATE}}, "zero_optimization": {"stage": 3}}, **options
+            model,
+            {
+                "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+                "zero_optimization": {"stage": 3},
+            },
+            **options,
         )
         state, losses = step.init(), []
         for index in range(6):
@@ -305,10 +340,17 @@ class Renorming(nn.Module):
 def test_a_block_that_torch_compile_cannot_compile_is_named() -> None:
     model = nn.Sequential(Renorming(), Renorming())
     step = fzero.make_train_step(
-        model, {}, loss_fn=lambda model, x: model(x).square().mean(), compile="block", compile_backend="aot_eager"
+        model,
+        {},
+        loss_fn=lambda model, x: model(x).square().mean(),
+        compile="block",
+        compile_backend="aot_eager",
     )
     with pytest.raises(
         fzero.CompileError,
-        match=r"unit '0': torch.compile cannot compile its forward: (?s:.*)Leave compile='block' out",
+        match=(
+            r"unit '0': torch.compile cannot compile its forward: (?s:.*)Leave "
+            r"compile='block' out"
+        ),
     ):
         step(step.init(), torch.ones(2, 4))

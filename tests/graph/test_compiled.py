@@ -1,7 +1,9 @@
-"""A compiled step is worth nothing unless it is the eager one: numbers, bits, graphs, donation, errors.
+"""A compiled step is worth nothing unless it is the eager one: numbers, bits, graphs,
+donation, errors.
 
-With SGD and a learning rate that is a power of two every product of an update is exact, so that eager and captured
-arithmetic give the same bits: nearly all tests ask for these. `aot_eager` runs a captured graph without code generation.
+With SGD and a learning rate that is a power of two every product of an update is exact,
+so that eager and captured arithmetic give the same bits: nearly all tests ask for
+these. `aot_eager` runs a captured graph without code generation.
 """
 
 from __future__ import annotations
@@ -60,11 +62,17 @@ class Wrong(torch.autograd.Function):
 
 
 class Peculiar(nn.Module):
-    """A poisoned backward, dropout, batch statistics, and buffers that are changed in place and put anew."""
+    """A poisoned backward, dropout, batch statistics, and buffers that are changed in
+    place and put anew.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm, self.dropout = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5)
+        self.linear, self.norm, self.dropout = (
+            nn.Linear(16, 16),
+            nn.BatchNorm1d(16),
+            nn.Dropout(0.5),
+        )
         self.register_buffer("mean", torch.zeros(16))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
@@ -74,26 +82,34 @@ class Peculiar(nn.Module):
         return nn.functional.mse_loss(Wrong.apply(self.dropout(self.norm(self.linear(x)))), y)
 
 
-def _differences(model: Any, data: Any, cfg: Any, num_steps: int = 3, **options: Any) -> tuple[float, float]:
-    """How far eager and compiled steps are apart: the largest difference of losses and norms, and of weights."""
+def _differences(
+    model: Any, data: Any, cfg: Any, num_steps: int = 3, **options: Any
+) -> tuple[float, float]:
+    """How far eager and compiled steps are apart: the largest difference of losses and
+    norms, and of weights.
+    """
     compiling = {key: options.pop(key) for key in AOT if key in options} or AOT
     curve, weights = train(model, data, cfg, num_steps=num_steps, **options)
     compiled, found = train(model, data, cfg, num_steps=num_steps, **options, **compiling)
     assert weights.keys() == found.keys()
     apart = [
-        (weights[name].double() - found[name].double()).abs().max().item() for name in weights if weights[name].numel()
+        (weights[name].double() - found[name].double()).abs().max().item()
+        for name in weights
+        if weights[name].numel()
     ]
     return (torch.tensor(curve) - torch.tensor(compiled)).abs().max().item(), max(apart)
 
 
-# --- one graph, the same numbers ---------------------------------------------------------------------------------
+# --- one graph, the same numbers ------------------------------------------------------------------
 
 
 def _of_one_stage(stage: int) -> list[tuple[tuple[float, float], int]]:
     cases = []
     for keys in ({}, BF16, TWICE | {"gradient_clipping": 0.0}, BF16 | TWICE):
         with captures() as graphs:
-            difference = _differences(Short, vectors, config(stage, optimizer=SGD, clip=0.05) | keys)
+            difference = _differences(
+                Short, vectors, config(stage, optimizer=SGD, clip=0.05) | keys
+            )
         cases.append((difference, len(graphs)))
     return cases
 
@@ -141,8 +157,9 @@ def _of_adamw() -> tuple[float, float]:
 
 
 def test_tied_and_frozen_parameters_and_adamw_agree_to_rounding(ranks: RankPool) -> None:
-    # The fused kernel and the formula round in other places: a few last bits, 2^-24 each, of an update of lr = 1e-2 and of
-    # weights of about 1, in each of five steps; where a gradient is near zero Adam makes a fraction of lr of its last bits.
+    # The fused kernel and the formula round in other places: a few last bits, 2^-24 each, of an
+    # update of lr = 1e-2 and of weights of about 1, in each of five steps; where a gradient is near
+    # zero Adam makes a fraction of lr of its last bits.
     for curve, weights in ranks(2, _of_adamw):
         assert weights <= 1e-5
         assert curve <= 2e-5  # of a loss and a norm of about 20
@@ -162,14 +179,17 @@ def _of_peculiar() -> tuple[float, float]:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("world_size", [2, 1])
-def test_a_poisoned_backward_dropout_and_module_buffers_are_the_eager_step_s(ranks: RankPool, world_size: int) -> None:
+def test_a_poisoned_backward_dropout_and_module_buffers_are_the_eager_step_s(
+    ranks: RankPool, world_size: int
+) -> None:
     assert ranks(world_size, _of_peculiar) == [(0.0, 0.0)] * world_size
 
 
 def test_the_poison_is_in_the_gradient() -> None:
     # The backward of `Wrong` gives thrice the derivative; an honest one would give another norm.
     (honest, _), (poisoned, _) = (
-        train(model, vectors, config(0, clip=0.0, optimizer=SGD), num_steps=1, **AOT) for model in (Peculiar, Honest)
+        train(model, vectors, config(0, clip=0.0, optimizer=SGD), num_steps=1, **AOT)
+        for model in (Peculiar, Honest)
     )
     assert honest[0][1] == pytest.approx(3 * poisoned[0][1], rel=1e-6)
 
@@ -184,7 +204,9 @@ def test_losses_with_weights_agree() -> None:
         return model(*batch) * 5, torch.tensor(5)
 
     cfg = config(2, optimizer=SGD) | {"gradient_accumulation_steps": 2, "train_batch_size": 12}
-    results = [train(Short, vectors, cfg, num_steps=2, loss_fn=loss_fn, **options) for options in ({}, AOT)]
+    results = [
+        train(Short, vectors, cfg, num_steps=2, loss_fn=loss_fn, **options) for options in ({}, AOT)
+    ]
     assert results[0][0] == results[1][0]
     assert all(torch.equal(weight, results[1][1][name]) for name, weight in results[0][1].items())
 
@@ -199,12 +221,19 @@ def _plain_sgd(lr: Any) -> fzero.Transform:
 
 
 def test_a_transform_of_the_user_that_makes_new_tensors_agrees() -> None:
-    cfg = config(2, optimizer=SGD) | {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.125}}}
-    results = [train(Short, vectors, cfg, num_steps=4, transform=_plain_sgd, **options) for options in ({}, AOT)]
+    cfg = config(2, optimizer=SGD) | {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.125}}
+    }
+    results = [
+        train(Short, vectors, cfg, num_steps=4, transform=_plain_sgd, **options)
+        for options in ({}, AOT)
+    ]
     # The learning rate is rounded to fp32 before it multiplies, and not after.
     assert results[0][0] == [pytest.approx(pair, rel=1e-6) for pair in results[1][0]]
     torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=1e-7)
-    assert not torch.equal(results[1][1]["blocks.0.weight"], make(Short).state_dict()["blocks.0.weight"])
+    assert not torch.equal(
+        results[1][1]["blocks.0.weight"], make(Short).state_dict()["blocks.0.weight"]
+    )
 
 
 @pytest.mark.long
@@ -220,24 +249,30 @@ def test_weights_of_the_model_may_be_dropped_and_a_state_be_copied() -> None:
     assert step.evaluate(again, tokens(0)) < metrics.loss
 
 
-# --- overflow ----------------------------------------------------------------------------------------------------
+# --- overflow -------------------------------------------------------------------------------------
 
 
 def _with_overflow(options: dict[str, Any]) -> tuple[list[Any], dict[str, Tensor], str | None]:
-    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2}}
+    fp16 = {
+        "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2}
+    }
     step = fzero.make_train_step(make(Short), config(2, optimizer=SGD) | fp16, **options)
     state, reported, overflowed = step.init(), [], None
     for index in range(6):
         x, y = (v.half() for v in part(vectors(index), step.rank, step.world_size))
         state, metrics = step(state, (x * 3e4 if index == 2 and step.rank == 1 else x, y))
-        reported.append([str(x.item()) for x in metrics] + [int(state.step), state.loss_scale.scale.item()])
+        reported.append(
+            [str(x.item()) for x in metrics] + [int(state.step), state.loss_scale.scale.item()]
+        )
         overflowed = step.first_overflow(state) if metrics.overflow else overflowed
     if step.program is not None:
         assert len(step.program.compiled.graphs) == 1
     return reported, step.gather(state), overflowed
 
 
-def test_an_overflow_skips_the_update_and_moves_the_loss_scale_as_in_the_eager_step(ranks: RankPool) -> None:
+def test_an_overflow_skips_the_update_and_moves_the_loss_scale_as_in_the_eager_step(
+    ranks: RankPool,
+) -> None:
     for eager, compiled in zip(ranks(2, _with_overflow, {}), ranks(2, _with_overflow, AOT)):
         assert [reported[3] for reported in eager[0]].count("True") == 1, "a step must overflow"
         assert compiled[0] == eager[0] and compiled[2] == eager[2]
@@ -258,16 +293,20 @@ def _with_nan(options: dict[str, Any]) -> tuple[str, int, list[float]]:
 
 
 @pytest.mark.long
-def test_a_loss_that_is_not_finite_is_reported_as_in_the_eager_step_and_updates_nothing(ranks: RankPool) -> None:
+def test_a_loss_that_is_not_finite_is_reported_as_in_the_eager_step_and_updates_nothing(
+    ranks: RankPool,
+) -> None:
     assert ranks(2, _with_nan, {}) == ranks(2, _with_nan, AOT)
 
 
-# --- donation ----------------------------------------------------------------------------------------------------
+# --- donation -------------------------------------------------------------------------------------
 
 
 def _tensors(state: Any) -> list[Tensor]:
     return [
-        x for part_ in (state.params, state.master, state.grads, state.optimizer) for x in optree.tree_leaves(part_)
+        x
+        for part_ in (state.params, state.master, state.grads, state.optimizer)
+        for x in optree.tree_leaves(part_)
     ]
 
 
@@ -282,11 +321,18 @@ def _addresses_and_graph(stage: int) -> tuple[bool, int, int, int]:
     written = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
     num_written = len([node for node in written if node.op == "placeholder"])
     largest = max(b.nbytes for b in _tensors(state))
-    return [x.data_ptr() for x in _tensors(state)] == before, num_written, _new_state_alive(graph), largest
+    return (
+        [x.data_ptr() for x in _tensors(state)] == before,
+        num_written,
+        _new_state_alive(graph),
+        largest,
+    )
 
 
 def _new_state_alive(graph: torch.fx.Graph) -> int:
-    """The most bytes of new state that are alive at once beside the old state: between their making and their `copy_`."""
+    """The most bytes of new state that are alive at once beside the old state: between
+    their making and their `copy_`.
+    """
     place = {node: index for index, node in enumerate(graph.nodes)}
     events = []
     for node in graph.nodes:
@@ -303,23 +349,30 @@ def _new_state_alive(graph: torch.fx.Graph) -> int:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", [3, 2, 0])
-def test_the_state_is_written_in_place_and_no_second_copy_is_alive(ranks: RankPool, stage: int) -> None:
+def test_the_state_is_written_in_place_and_no_second_copy_is_alive(
+    ranks: RankPool, stage: int
+) -> None:
     for same, num_written, alive, largest in ranks(2, _addresses_and_graph, stage):
         assert same
         # Each of five blocks: parameters, master, gradients, step, two moments.
         assert num_written == 5 * 6
-        # The bf16 gradients of five blocks wait for the norm. Of parameters, master and moments one block's are made at a
-        # time: three in fp32, and bf16 parameters, no larger; all five blocks' would be 15 and more.
+        # The bf16 gradients of five blocks wait for the norm. Of parameters, master and moments one
+        # block's are made at a time: three in fp32, and bf16 parameters, no larger; all five
+        # blocks' would be 15 and more.
         assert alive <= 5 * largest / 2 + 4 * largest
 
 
-# --- what the configuration says of the schedule -----------------------------------------------------------------
+# --- what the configuration says of the schedule --------------------------------------------------
 
 
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.scale = nn.Linear(16, 48), nn.Linear(48, 16), nn.Parameter(torch.ones(16))
+        self.up, self.down, self.scale = (
+            nn.Linear(16, 48),
+            nn.Linear(48, 16),
+            nn.Parameter(torch.ones(16)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(x * self.scale)))
@@ -338,7 +391,9 @@ GROUPS: list[dict[str, Any]] = [{"params": r"(scale|bias)$", "weight_decay": 0.0
 
 
 def _plan_and_graph(stage: int, num_steps: int = 1, **zero: int) -> tuple[fzero.Plan, Graph]:
-    """Of a step of `Uneven`, every unit of which has two flat buffers; its numbers must be the eager step's."""
+    """Of a step of `Uneven`, every unit of which has two flat buffers; its numbers must
+    be the eager step's.
+    """
     weights = []
     for options in ({}, AOT):
         cfg = config(stage, optimizer=SGD, clip=0.05, **zero)
@@ -359,7 +414,12 @@ def _of_buckets(stage: int) -> tuple[list[int], int, list[int], list[int]]:
     numels = [max(numel_of(node), sum(map(numel_of, node.all_input_nodes))) for node in starts]
     flat = [buffer.padded_numel for buffer in plan.flat_buffers]
     units = sorted(unit.gathered_numel for unit in plan.units)
-    return [numel for numel in numels if numel > 32], liveness(graph).peak_gathered_numel, flat, units
+    return (
+        [numel for numel in numels if numel > 32],
+        liveness(graph).peak_gathered_numel,
+        flat,
+        units,
+    )
 
 
 @pytest.mark.long
@@ -370,8 +430,9 @@ def test_joined_collectives_stay_within_their_buckets_and_give_the_eager_step_s_
 ) -> None:
     for starts, gathered, flat, units in ranks(world_size, _of_buckets, stage):
         assert all(numel <= 800 or numel in flat for numel in starts)
-        # Gradients are reduced in stage 0, by three ranks as a sum of shards that are then joined; in stages 1 and 2 updated
-        # shards are gathered; in stage 3 every unit but the last is gathered twice.
+        # Gradients are reduced in stage 0, by three ranks as a sum of shards that are then joined;
+        # in stages 1 and 2 updated shards are gathered; in stage 3 every unit but the last is
+        # gathered twice.
         num_alone = {0: world_size - 1, 1: 2, 2: 2, 3: 3}[stage] * len(flat) - 2 * (stage == 3)
         assert len(starts) < num_alone
         assert gathered <= sum(units[-2:])
@@ -385,15 +446,24 @@ def _of_sizes(*sizes: dict[str, int]) -> list[tuple[str, int]]:
 
 
 def _letters(graph: Graph) -> str:
-    """The starts of gathers by the number of their unit, and what stands between them: w for waits, . for products."""
-    units = {gather.issue[-1]: gather.unit.removeprefix("blocks.") for gather in analyse(graph).gathers}
-    waits = {node for gather in analyse(graph).gathers for node in gather.settle if node.target is WAIT}
+    """The starts of gathers by the number of their unit, and what stands between them:
+    w for waits, . for products.
+    """
+    units = {
+        gather.issue[-1]: gather.unit.removeprefix("blocks.") for gather in analyse(graph).gathers
+    }
+    waits = {
+        node for gather in analyse(graph).gathers for node in gather.settle if node.target is WAIT
+    }
     letters = {**units, **dict.fromkeys(waits, "w")}
-    return "".join(letters.get(node, ".") for node in graph.nodes if node in letters or flops_of(node))
+    return "".join(
+        letters.get(node, ".") for node in graph.nodes if node in letters or flops_of(node)
+    )
 
 
 WIDE, NARROW = 1536 + 128, 256 + 64
-"""Elements of a unit of `Uneven` on two ranks, its two flat buffers with their padding."""
+"""Elements of a unit of `Uneven` on two ranks, its two flat buffers with their padding.
+"""
 
 
 @pytest.mark.long
@@ -428,7 +498,11 @@ def _of_small() -> tuple[list[int], list[int], list[int]]:
     plan, graph = _plan_and_graph(3, stage3_param_persistence_threshold=100)
     analysis = analyse(graph)
     gathered = [gather.numel for gather in analysis.gathers]
-    updates = [r.numel for r in analysis.reductions if any(_is_state(user) for wait in r.waits for user in wait.users)]
+    updates = [
+        r.numel
+        for r in analysis.reductions
+        if any(_is_state(user) for wait in r.waits for user in wait.users)
+    ]
     kept = [b.padded_numel for b in plan.flat_buffers if not isinstance(b.row.params, Sharded)]
     return gathered, updates, kept
 
@@ -438,17 +512,24 @@ def _is_state(node: Any) -> bool:
 
 
 @pytest.mark.long
-def test_small_parameters_are_gathered_once_in_a_step_when_they_are_updated(ranks: RankPool) -> None:
+def test_small_parameters_are_gathered_once_in_a_step_when_they_are_updated(
+    ranks: RankPool,
+) -> None:
     for gathered, updates, kept in ranks(2, _of_small):
-        assert sorted(gathered) == sorted([1536] * 3 + [256] * 6), "the last unit once, the others twice"
+        assert sorted(gathered) == sorted([1536] * 3 + [256] * 6), (
+            "the last unit once, the others twice"
+        )
         assert updates == kept == [128, 64, 64, 64, 128]
 
 
-# --- what is captured anew ---------------------------------------------------------------------------------------
+# --- what is captured anew ------------------------------------------------------------------------
 
 
 def test_nothing_that_changes_from_step_to_step_is_captured_anew_and_a_smaller_batch_once() -> None:
-    schedule = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3}}
+    schedule = {
+        "type": "OneCycle",
+        "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3},
+    }
     cfg = config(3) | {"scheduler": schedule}
     step = fzero.make_train_step(make(Short), cfg, **AOT)
     state, rates = step.init(), set()
@@ -465,7 +546,7 @@ def test_nothing_that_changes_from_step_to_step_is_captured_anew_and_a_smaller_b
     assert metrics.loss.item() == pytest.approx(curve[-1][0], rel=1e-6)
 
 
-# --- what cannot be captured -------------------------------------------------------------------------------------
+# --- what cannot be captured ----------------------------------------------------------------------
 
 
 class Branching(Plain):
@@ -480,7 +561,9 @@ def test_what_cannot_be_captured_is_reported_by_file_and_line_and_offers_blocks(
     with pytest.raises(fzero.CompileError) as raised:
         step(step.init(), vectors(0))
     message = str(raised.value)
-    assert __file__ in message and "if x.sum().item() > 0" in message and "compile='block'" in message
+    assert (
+        __file__ in message and "if x.sum().item() > 0" in message and "compile='block'" in message
+    )
     assert len(message) < 1000
 
 
@@ -493,7 +576,10 @@ def test_a_loss_that_is_no_scalar_is_reported_as_in_the_eager_step() -> None:
 def _with_optimizers(stage: int) -> list[tuple[float, float]]:
     return [
         _differences(
-            Short, vectors, config(stage, optimizer={"type": name, "params": {"lr": 0.1}}), num_steps=num_steps
+            Short,
+            vectors,
+            config(stage, optimizer={"type": name, "params": {"lr": 0.1}}),
+            num_steps=num_steps,
         )
         for name, num_steps in (("Lamb", 3), ("Adafactor", 3), ("Muon", 1))
     ]
@@ -501,21 +587,33 @@ def _with_optimizers(stage: int) -> list[tuple[float, float]]:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 3), *product((1, 2, 3), range(4))])
-def test_optimizers_that_send_agree_to_rounding(ranks: RankPool, world_size: int, stage: int) -> None:
-    """Of Muon one step: its orthogonalisation in bfloat16 amplifies a rounding of the rate in the next ones."""
+def test_optimizers_that_send_agree_to_rounding(
+    ranks: RankPool, world_size: int, stage: int
+) -> None:
+    """Of Muon one step: its orthogonalisation in bfloat16 amplifies a rounding of the
+    rate in the next ones.
+    """
     for lamb, adafactor, muon in ranks(world_size, _with_optimizers, stage):
         assert max(*lamb, *adafactor, *muon) <= 2**-23  # the last bit of a weight of about 1
 
 
 def _with_classes_of_torch(stage: int) -> list[tuple[float, float]]:
-    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 2**-4, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    warmup = {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 2**-4, "warmup_num_steps": 4, "warmup_type": "linear"},
+    }
     adamax = {"type": "Adamax", "params": {"lr": 2**-6}}
     rmsprop = {"type": "RMSprop", "params": {"lr": 2**-6, "momentum": 0.5}}
     return [
         _differences(Short, vectors, config(stage, optimizer=adamax)),
-        _differences(Short, vectors, config(stage, optimizer=rmsprop) | BF16 | {"scheduler": warmup}),
         _differences(
-            Short, vectors, config(stage, optimizer=SGD), transform=lambda lr: torch_optimizer("NAdam", lr=lr)
+            Short, vectors, config(stage, optimizer=rmsprop) | BF16 | {"scheduler": warmup}
+        ),
+        _differences(
+            Short,
+            vectors,
+            config(stage, optimizer=SGD),
+            transform=lambda lr: torch_optimizer("NAdam", lr=lr),
         ),
     ]
 
@@ -551,7 +649,10 @@ def _evaluations(stage: int) -> tuple[list[float], list[float], int]:
         state, own = step.init(), part(vectors(0), step.rank, step.world_size)
         before = [x.clone() for x in optree.tree_leaves(state)]
         losses.append([step.evaluate(state, own).item() for _ in range(2)])
-        assert all(map(torch.equal, before, optree.tree_leaves(state))) and step.runtime.spec.model.training
+        assert (
+            all(map(torch.equal, before, optree.tree_leaves(state)))
+            and step.runtime.spec.model.training
+        )
     assert step.program is not None
     return losses[0], losses[1], len(step.program.compiled.graphs)
 
@@ -569,7 +670,7 @@ def test_unknown_choices_are_refused() -> None:
         fzero.make_train_step(nn.Linear(2, 2), config(0), compile="block")
 
 
-# --- checkpointing -----------------------------------------------------------------------------------------------
+# --- checkpointing --------------------------------------------------------------------------------
 
 
 class Noisy(Block):
@@ -585,7 +686,9 @@ class Noisy(Block):
 
 
 class Stack(nn.Module):
-    def __init__(self, block: Any = Noisy, num_blocks: int = 3, order: tuple[int, ...] = (0, 1, 2)) -> None:
+    def __init__(
+        self, block: Any = Noisy, num_blocks: int = 3, order: tuple[int, ...] = (0, 1, 2)
+    ) -> None:
         super().__init__()
         self.blocks, self.order = nn.ModuleList(block() for _ in range(num_blocks)), order
 
@@ -621,13 +724,19 @@ def _quiet() -> nn.Module:
 
 
 def _checkpointed(model: Any, data: Any, cfg: dict[str, Any], checkpoint: Any = 1) -> bool:
-    """Whether a checkpointed step's losses, norms, weights and module buffers are those of one that is not, to the bit."""
+    """Whether a checkpointed step's losses, norms, weights and module buffers are those
+    of one that is not, to the bit.
+    """
     curve, weights = train(model, data, cfg, num_steps=2, **AOT)
     found_curve, found = train(model, data, cfg, num_steps=2, checkpoint=checkpoint, **AOT)
-    return curve == found_curve and all(torch.equal(found[name], weight) for name, weight in weights.items())
+    return curve == found_curve and all(
+        torch.equal(found[name], weight) for name, weight in weights.items()
+    )
 
 
-def _checkpointed_in_stages(model: Any, stages: tuple[int, ...], keys: dict[str, Any]) -> list[bool]:
+def _checkpointed_in_stages(
+    model: Any, stages: tuple[int, ...], keys: dict[str, Any]
+) -> list[bool]:
     return [_checkpointed(model, vectors, config(stage) | keys) for stage in stages]
 
 
@@ -646,7 +755,10 @@ def _checkpointed_in_stages(model: Any, stages: tuple[int, ...], keys: dict[str,
 def test_checkpointing_changes_no_bit_of_a_compiled_step(
     ranks: RankPool, model: Any, world_size: int, stages: tuple[int, ...], keys: dict[str, Any]
 ) -> None:
-    assert ranks(world_size, _checkpointed_in_stages, model, stages, keys) == [[True] * len(stages)] * world_size
+    assert (
+        ranks(world_size, _checkpointed_in_stages, model, stages, keys)
+        == [[True] * len(stages)] * world_size
+    )
 
 
 @pytest.mark.long
@@ -670,7 +782,10 @@ class Penalised(Stack):
 
 
 def test_an_error_of_a_collective_is_reported_as_one_and_any_other_as_it_is() -> None:
-    with pytest.raises(fzero.CollectiveError, match="all_reduce in the compiled step of A"), in_collectives("A"):
+    with (
+        pytest.raises(fzero.CollectiveError, match="all_reduce in the compiled step of A"),
+        in_collectives("A"),
+    ):
         torch.ops._c10d_functional.all_reduce.default(torch.ones(1), "sum", "no such group")
     with pytest.raises(RuntimeError, match="must match the size") as raised, in_collectives("A"):
         aten.add.Tensor(torch.ones(2), torch.ones(3))
@@ -678,14 +793,18 @@ def test_an_error_of_a_collective_is_reported_as_one_and_any_other_as_it_is() ->
 
 
 def _graph(model: Any, checkpoint: Any, keys: dict[str, Any] | None = None) -> torch.fx.Graph:
-    step = fzero.make_train_step(make(model), config(0) | (keys or {}), checkpoint=checkpoint, **AOT)
+    step = fzero.make_train_step(
+        make(model), config(0) | (keys or {}), checkpoint=checkpoint, **AOT
+    )
     step(step.init(), vectors(0))
     assert step.program is not None
     return step.program.compiled.graphs[0]
 
 
 def _kept(graph: torch.fx.Graph) -> int:
-    """Bytes of the forward that are alive where the backward starts, without what the step itself makes there."""
+    """Bytes of the forward that are alive where the backward starts, without what the
+    step itself makes there.
+    """
     first = next(i for i, node in enumerate(graph.nodes) if is_backward(node))
     loss_stats, seed = 4 * 8, 4
     return liveness(graph).live[first] - loss_stats - seed
@@ -694,12 +813,15 @@ def _kept(graph: torch.fx.Graph) -> int:
 @pytest.mark.long
 def test_a_checkpointed_block_keeps_its_input_and_nothing_else() -> None:
     x, hidden, loss = 4 * 12 * 16, 4 * 12 * 48, 4
-    inside = 2 * 4 * 12 + x + 2 * hidden  # the norm's mean and deviation, what it makes, and gelu's input and result
+    # the norm's mean and deviation, what it makes, and gelu's input and result
+    inside = 2 * 4 * 12 + x + 2 * hidden
     choices = [(None, 0), (1, 6), (2, 3), (lambda name, _: name in ("blocks.1", "blocks.2"), 2)]
     for checkpoint, number in choices:
         # Each block's result is the next one's input; the first input is the batch.
         assert _kept(_graph(_quiet, checkpoint)) == 6 * x + (6 - number) * inside + loss
-    by_config = _graph(_quiet, None, {"activation_checkpointing": {"every": 2, "cpu_checkpointing": True}})
+    by_config = _graph(
+        _quiet, None, {"activation_checkpointing": {"every": 2, "cpu_checkpointing": True}}
+    )
     assert _kept(by_config) == 6 * x + 3 * inside + loss
 
 
@@ -714,20 +836,29 @@ def test_random_operators_and_writes_are_not_repeated_and_of_dropout_the_mask_is
         assert counts[0] == counts[1] > 0
     again = _graph(_fused, 1)
     x, hidden = 12 * 16, 12 * 48
-    statistics = 2 * 4 * 48  # the new running mean and variance, which are written into the module buffers at the end
+    # the new running mean and variance, which are written into the module buffers at the end
+    statistics = 2 * 4 * 48
     # The second dropout's result is added and needed no more; its mask is.
     assert _kept(again) == 3 * (4 * x + statistics + x + hidden) + 4
 
 
 class Again(nn.Module):
-    """Reads parameters in the backward: code that PyTorch's checkpointing runs again, a hook, and an autograd.Function."""
+    """Reads parameters in the backward: code that PyTorch's checkpointing runs again, a
+    hook, and an autograd.Function.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.first, self.second, self.norm = (
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+            nn.BatchNorm1d(16),
+        )
         self.dropout = nn.Dropout(0.0)
         self.first.register_full_backward_hook(lambda *_: None)
-        self.second.register_full_backward_hook(lambda module, grads, _: (grads[0] * self.first.weight.mean(),))
+        self.second.register_full_backward_hook(
+            lambda module, grads, _: (grads[0] * self.first.weight.mean(),)
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = torch.utils.checkpoint.checkpoint(self.inside, self.first(x), use_reentrant=False)
@@ -781,19 +912,29 @@ def test_an_autocast_around_the_step_casts_what_it_casts_in_the_eager_step() -> 
 
 def test_a_module_that_the_graph_does_not_show_is_named() -> None:
     step = fzero.make_train_step(Stack(order=(0, 1)), config(0), checkpoint=1, **AOT)
-    with pytest.raises(ValueError, match=r"checkpoint: module 'blocks.2' must run as a module .* compile='block'"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint: module 'blocks.2' must run as a module .* compile='block'"
+    ):
         step(step.init(), vectors(0))
 
 
-def test_inputs_cannot_wait_in_host_memory_where_the_step_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fzero.transforms.checkpointing.host_moves", lambda device: Moves(torch.clone, torch.clone))
+def test_inputs_cannot_wait_in_host_memory_where_the_step_is_a_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "fzero.transforms.checkpointing.host_moves", lambda device: Moves(torch.clone, torch.clone)
+    )
     cfg = config(0) | {"activation_checkpointing": {"every": 1, "cpu_checkpointing": True}}
-    with pytest.raises(fzero.ConfigError, match=r"cpu_checkpointing: must be false .* compile='block'"):
+    with pytest.raises(
+        fzero.ConfigError, match=r"cpu_checkpointing: must be false .* compile='block'"
+    ):
         fzero.make_train_step(_quiet(), cfg, **AOT)
 
 
 def test_inductors_cache_tells_apart_what_the_passes_read() -> None:
-    """It compares operators itself; not by which module each was called, nor the labels of collectives."""
+    """It compares operators itself; not by which module each was called, nor the labels
+    of collectives.
+    """
     step = fzero.make_train_step(Short(), config(3), **AOT)
     found = [
         InductorPass(PassOptions()),
@@ -802,12 +943,17 @@ def test_inductors_cache_tells_apart_what_the_passes_read() -> None:
     ]
     found.append(InductorPass(PassOptions(), checkpoint=["blocks.0"]))
     (captured,) = step.trace(vectors(0))
-    found += [InductorPass(PassOptions(), marks=digest_of_marks(graph)) for graph in (captured.graph, Graph())]
+    found += [
+        InductorPass(PassOptions(), marks=digest_of_marks(graph))
+        for graph in (captured.graph, Graph())
+    ]
     assert len({one.uuid() for one in found}) == len(found)
 
 
 def test_inductors_cache_tells_apart_numbers_of_threads() -> None:
-    """Kernels are written for one number: a rank that was given fewer threads would start too many."""
+    """Kernels are written for one number: a rank that was given fewer threads would
+    start too many.
+    """
     before, found = torch.get_num_threads(), set()
     try:
         for num_threads in (1, 2):
@@ -838,7 +984,9 @@ def test_another_run_finds_the_compiled_graph(
 
 
 class Widening(nn.Module):
-    """What it makes is larger than what it reads, in the first operator, which is pointwise."""
+    """What it makes is larger than what it reads, in the first operator, which is
+    pointwise.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -856,27 +1004,34 @@ def _peak_of_generated_code(checkpoint: int | None) -> int:
     state, _ = step(step.init(), batch)
     with torch.profiler.profile(profile_memory=True) as profile:
         step(state, batch)
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]  # type: ignore[union-attr]
+    return max(
+        accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    )
 
 
 @pytest.mark.long
 def test_generated_code_does_not_make_again_in_the_forward_what_the_backward_needs() -> None:
-    # A block's eight-fold input, as large as eight results; one block's is alive at a time beside its gradient.
+    # A block's eight-fold input, as large as eight results; one block's is alive at a time beside
+    # its gradient.
     result = 4 * 2048 * 16
     plain, again = _peak_of_generated_code(None), _peak_of_generated_code(1)
     assert plain > 8 * 8 * result
     assert again < 8 * result + 4 * 8 * result
 
 
-# --- what is sent ------------------------------------------------------------------------------------------------
+# --- what is sent ---------------------------------------------------------------------------------
 
 
 def _sent(stage: int, checkpoint: int | None) -> dict[str, int]:
     log: list[fzero.comms.CommRecord] = []
     axis = fzero.join()
     axis = fzero.comms.ProcessAxis(axis.name, axis.size, axis.rank, axis.group, log.append)
-    step = fzero.make_train_step(make(Plain), config(stage), mesh=axis, checkpoint=checkpoint, **AOT)
+    step = fzero.make_train_step(
+        make(Plain), config(stage), mesh=axis, checkpoint=checkpoint, **AOT
+    )
     state = step.init()
     state, _ = step(state, part(vectors(0), step.rank, step.world_size))
     log.clear()
@@ -890,17 +1045,21 @@ def _sent(stage: int, checkpoint: int | None) -> dict[str, int]:
 
 
 @pytest.mark.covering(0)
-@pytest.mark.parametrize(("stage", "checkpoint"), [(3, 1), (3, 2), (3, None), (2, 1), (2, None), (1, None), (0, None)])
+@pytest.mark.parametrize(
+    ("stage", "checkpoint"), [(3, 1), (3, 2), (3, None), (2, 1), (2, None), (1, None), (0, None)]
+)
 def test_a_graph_sends_what_the_plan_says_and_gathers_two_units_at_most(
     ranks: RankPool, stage: int, checkpoint: int | None
 ) -> None:
-    largest = max(unit.gathered_numel for unit in fzero.plan(make(Plain), config(stage), world_size=2).units)
+    largest = max(
+        unit.gathered_numel for unit in fzero.plan(make(Plain), config(stage), world_size=2).units
+    )
     for found in ranks(2, _sent, stage, checkpoint):
         assert found["reported"] == found["planned"] > 0
         assert found["gathered"] == 2 * largest, "the next unit is gathered early, and no more"
 
 
-# --- dry runs ----------------------------------------------------------------------------------------------------
+# --- dry runs -------------------------------------------------------------------------------------
 
 
 def _explained_and_run(stage: int, keys: dict[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -936,7 +1095,9 @@ def test_what_one_rank_explains_before_the_first_step_is_what_runs(
     eager = fzero.make_train_step(
         make(Short), config(stage) | keys, mesh=fzero.comms.AbstractAxis("data", 2, backend="gloo")
     )
-    assert [_collectives(c.scheduled().graph) for c in eager.trace(part(vectors(0), 0, 2))][-1] == run[-1]
+    assert [_collectives(c.scheduled().graph) for c in eager.trace(part(vectors(0), 0, 2))][
+        -1
+    ] == run[-1]
 
 
 class Counting(Peculiar):
@@ -968,13 +1129,24 @@ def test_explaining_changes_nothing(options: dict[str, Any]) -> None:
                 before = torch.get_rng_state(), model.num_calls, model.last, step.schedule
                 assert step.explain(vectors(index)).num_collectives == 0  # of one rank
                 after = torch.get_rng_state(), model.num_calls, model.last, step.schedule
-                assert torch.equal(before[0], after[0]) and before[2] is after[2] and before[1::2] == after[1::2]
+                assert (
+                    torch.equal(before[0], after[0])
+                    and before[2] is after[2]
+                    and before[1::2] == after[1::2]
+                )
             state, metrics = step(state, vectors(index))
             reported.append((metrics.loss.item(), metrics.grad_norm.item(), model.num_calls))
         assert model.linear.training and not model.norm.training
-        return reported, step.gather(state), None if step.program is None else len(step.program.compiled.graphs)
+        return (
+            reported,
+            step.gather(state),
+            None if step.program is None else len(step.program.compiled.graphs),
+        )
 
-    (reported, weights, num_captured), (expected, expected_weights, expected_captured) = run(True), run(False)
+    (reported, weights, num_captured), (expected, expected_weights, expected_captured) = (
+        run(True),
+        run(False),
+    )
     assert reported == expected and num_captured == expected_captured
     assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
 
@@ -982,7 +1154,9 @@ def test_explaining_changes_nothing(options: dict[str, Any]) -> None:
 @pytest.mark.long
 def test_a_step_may_be_explained_for_many_batches_on_any_device() -> None:
     step = fzero.make_train_step(make(Short), config(1), mesh=fzero.comms.AbstractAxis("data", 8))
-    real, meta = (step.explain(tuple(x.to(device) for x in vectors(0))) for device in ("cpu", "meta"))
+    real, meta = (
+        step.explain(tuple(x.to(device) for x in vectors(0))) for device in ("cpu", "meta")
+    )
     assert real == meta
     found = [sum(step.explain(vectors(0, size)).liveness.live) for size in range(2, 11)]
     assert found == sorted(set(found)), "a larger batch keeps more alive"
@@ -994,17 +1168,23 @@ def test_a_step_in_a_dry_run_holds_and_sends_what_the_plan_says(stage: int) -> N
     num_ranks, text_ = 64, text(0)
     with torch.device("meta"):
         model = MODELS["llama"]()
-    step = fzero.make_train_step(model, config(stage), mesh=fzero.comms.AbstractAxis("data", num_ranks))
+    step = fzero.make_train_step(
+        model, config(stage), mesh=fzero.comms.AbstractAxis("data", num_ranks)
+    )
     (captured,) = step.trace(text_)
     graph, units = captured.graph, captured.units
-    held = sum(node.meta["val"].nbytes for node in graph.nodes if node.op == "placeholder" and node.name in units)
+    held = sum(
+        node.meta["val"].nbytes
+        for node in graph.nodes
+        if node.op == "placeholder" and node.name in units
+    )
     assert held == sum(step.plan.bytes_per_rank.values())
     timeline = captured.scheduled().timeline()
     planned = sum(step.plan.sent_per_step.values())
     if stage == 3:  # the backward does not need an embedding's weights
         planned -= step.plan.units[0].gathered_numel // num_ranks * (num_ranks - 1)
-    # Losses, weights, numbers of passes, checksums and the parts of the norm, in float64; and the tables of angles, which are
-    # module buffers.
+    # Losses, weights, numbers of passes, checksums and the parts of the norm, in float64; and the
+    # tables of angles, which are module buffers.
     numbers = 5 * 8 + sum(spec.local_nbytes(num_ranks) for spec in step.specs.buffers.values())
     assert timeline.sent == 4 * planned + numbers * (num_ranks - 1)
     assert "gather model.layers.1" in str(timeline) or stage < 3
@@ -1015,8 +1195,13 @@ def test_a_step_with_weighted_losses_is_explained_with_its_micro_steps() -> None
     def loss_fn(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         return model(*batch) * 5, torch.tensor(5)
 
-    cfg = config(2, optimizer=SGD) | {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 4}
-    step = fzero.make_train_step(make(Plain), cfg, loss_fn=loss_fn, mesh=fzero.comms.AbstractAxis("data", 4))
+    cfg = config(2, optimizer=SGD) | {
+        "gradient_accumulation_steps": 3,
+        "train_micro_batch_size_per_gpu": 4,
+    }
+    step = fzero.make_train_step(
+        make(Plain), cfg, loss_fn=loss_fn, mesh=fzero.comms.AbstractAxis("data", 4)
+    )
     timeline = step.explain(vectors(0))
     assert timeline.sent == 4 * sum(step.plan.sent_per_step.values()) + (3 * 4 + 1) * 8 * 3
 
@@ -1027,7 +1212,9 @@ def test_what_cannot_be_explained_or_run_is_reported() -> None:
         step.explain()
     with pytest.raises(fzero.CompileError, match=r"if x.sum\(\).item\(\) > 0"):
         fzero.make_train_step(Branching(), config(0)).explain(vectors(0))
-    paper = fzero.make_train_step(make(Plain), config(3) | TWICE, mesh=fzero.comms.AbstractAxis("data", 4))
+    paper = fzero.make_train_step(
+        make(Plain), config(3) | TWICE, mesh=fzero.comms.AbstractAxis("data", 4)
+    )
     with pytest.raises(ValueError, match="batch: must hold 6 samples"):
         paper.explain(vectors(0))
     with pytest.raises(ValueError, match=r"mesh: .* AbstractAxis\(name='data', size=4"):
@@ -1038,13 +1225,19 @@ def test_what_cannot_be_explained_or_run_is_reported() -> None:
         fzero.comms.AbstractAxis("data", 4, backend="mpi")  # type: ignore[arg-type]
 
 
-# --- blocks ------------------------------------------------------------------------------------------------------
+# --- blocks ---------------------------------------------------------------------------------------
 
 
 def _by_block(stage: int, checkpoint: int | None) -> tuple[tuple[float, float], int]:
     counters.clear()
-    options: dict[str, Any] = {"compile": "block", "compile_backend": "aot_eager", "checkpoint": checkpoint}
-    return _differences(Plain, vectors, config(stage), **options), counters["stats"]["unique_graphs"]
+    options: dict[str, Any] = {
+        "compile": "block",
+        "compile_backend": "aot_eager",
+        "checkpoint": checkpoint,
+    }
+    return _differences(Plain, vectors, config(stage), **options), counters["stats"][
+        "unique_graphs"
+    ]
 
 
 @pytest.mark.covering(0)
@@ -1077,7 +1270,7 @@ def test_a_compiled_block_keeps_poison_dropout_and_module_buffers() -> None:
     assert curve <= 5e-7  # the loss, a number near 2, in its last bits
 
 
-# --- code generation ---------------------------------------------------------------------------------------------
+# --- code generation ------------------------------------------------------------------------------
 
 
 def _with_inductor(model: Any, sizes: dict[str, int]) -> tuple[tuple[float, float], int]:
@@ -1091,9 +1284,11 @@ def _with_inductor(model: Any, sizes: dict[str, int]) -> tuple[tuple[float, floa
     [(Short, {}), (Uneven, {"allgather_bucket_size": 800, "reduce_bucket_size": 800})],
     ids=["alone", "joined"],
 )
-def test_generated_code_agrees_to_rounding(ranks: RankPool, model: Any, sizes: dict[str, int]) -> None:
+def test_generated_code_agrees_to_rounding(
+    ranks: RankPool, model: Any, sizes: dict[str, int]
+) -> None:
     for (curve, weights), num_graphs in ranks(2, _with_inductor, model, sizes):
         assert num_graphs == 1
-        # Other roundings of a gradient, which Adam divides by its own size: last bits of it, 2^-23, of lr = 1e-2, unless the
-        # gradient is near zero.
+        # Other roundings of a gradient, which Adam divides by its own size: last bits of it, 2^-23,
+        # of lr = 1e-2, unless the gradient is near zero.
         assert weights <= 1e-5 and curve <= 1e-5

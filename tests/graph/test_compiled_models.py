@@ -1,7 +1,9 @@
-"""The compiled step on models that nobody here wrote: its numbers are the eager step's, over many steps, in all dtypes.
+"""The compiled step on models that nobody here wrote: its numbers are the eager step's,
+over many steps, in all dtypes.
 
-Two laws. With SGD and a learning rate that is a power of two the arithmetic is the same, and so are the bits. With AdamW the
-graph has a formula where the eager step has a fused kernel, and what its other roundings may do is measured (`_nudged`).
+Two laws. With SGD and a learning rate that is a power of two the arithmetic is the
+same, and so are the bits. With AdamW the graph has a formula where the eager step has a
+fused kernel, and what its other roundings may do is measured (`_nudged`).
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ from fzero.optim.adam_kernels import AdamState
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-# --- models ------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 def without_kernel(make_model: Callable[[], Any]) -> Callable[[], nn.Module]:
-    """The model with attention written out. With PyTorch's kernel it makes a mask where it finds that it is traced, and
-    none elsewhere, and another kernel runs."""
+    """The model with attention written out. With PyTorch's kernel it makes a mask where
+    it finds that it is traced, and none elsewhere, and another kernel runs."""
 
     def made() -> nn.Module:
         model = make_model()
@@ -53,7 +55,9 @@ def without_kernel(make_model: Callable[[], Any]) -> Callable[[], nn.Module]:
 
 
 CLASSES = "single_label_classification"
-"""Else the model finds it out in its first forward and keeps it, and is captured again for that."""
+"""Else the model finds it out in its first forward and keeps it, and is captured again
+for that.
+"""
 
 
 @_quiet
@@ -62,10 +66,16 @@ def vit() -> nn.Module:
 
     return ViTForImageClassification(
         ViTConfig(
-            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=16,
-            patch_size=8, num_labels=NUM_CLASSES, problem_type=CLASSES,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            image_size=16,
+            patch_size=8,
+            num_labels=NUM_CLASSES,
+            problem_type=CLASSES,
         )
-    )  # fmt: skip
+    )
 
 
 def gpt() -> nn.Module:
@@ -112,7 +122,9 @@ def mistral() -> nn.Module:
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2))
+    return MixtralForCausalLM(
+        MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2)
+    )
 
 
 @_quiet
@@ -121,10 +133,15 @@ def convnext() -> nn.Module:
 
     return ConvNextForImageClassification(
         ConvNextConfig(
-            hidden_sizes=[8, 12], depths=[1, 1], num_stages=2, patch_size=2, image_size=16, num_labels=NUM_CLASSES,
+            hidden_sizes=[8, 12],
+            depths=[1, 1],
+            num_stages=2,
+            patch_size=2,
+            image_size=16,
+            num_labels=NUM_CLASSES,
             problem_type=CLASSES,
         )
-    )  # fmt: skip
+    )
 
 
 class Recurrent(nn.Module):
@@ -139,7 +156,9 @@ class Recurrent(nn.Module):
 
 
 class Normed(nn.Module):
-    """Batch statistics and dropout, of a half: PyTorch's own kernel rounds other factors than 2 to 16 bits, a graph not."""
+    """Batch statistics and dropout, of a half: PyTorch's own kernel rounds other
+    factors than 2 to 16 bits, a graph not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +180,7 @@ HELD_OUT: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
 }
 
 
-# --- one graph, the same bits ------------------------------------------------------------------------------------
+# --- one graph, the same bits ---------------------------------------------------------------------
 
 
 def _one_graph(name: str, stage: int) -> tuple[tuple[float, float], int]:
@@ -170,12 +189,16 @@ def _one_graph(name: str, stage: int) -> tuple[tuple[float, float], int]:
 
 
 @pytest.mark.covering(0)
-@pytest.mark.parametrize(("name", "stage"), [("gpt2", 3), *product(["llama", "bert", "t5", "vit", "gpt"], range(4))])
-def test_a_model_is_one_graph_and_gives_the_eager_step_s_bits(ranks: RankPool, name: str, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "stage"), [("gpt2", 3), *product(["llama", "bert", "t5", "vit", "gpt"], range(4))]
+)
+def test_a_model_is_one_graph_and_gives_the_eager_step_s_bits(
+    ranks: RankPool, name: str, stage: int
+) -> None:
     assert ranks(2, _one_graph, name, stage) == [((0.0, 0.0), 1)] * 2
 
 
-# --- agreement over many steps -----------------------------------------------------------------------------------
+# --- agreement over many steps --------------------------------------------------------------------
 
 NUM_STEPS, SEEDS = 20, (1, 2, 3)
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -183,7 +206,12 @@ DTYPES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True, "auto_cast": True}, "data_types": {"buffer_dtype": "bf16"}},
     "fp16": {
-        "fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 6, "loss_scale_window": 6},
+        "fp16": {
+            "enabled": True,
+            "auto_cast": True,
+            "initial_scale_power": 6,
+            "loss_scale_window": 6,
+        },
         "data_types": {"buffer_dtype": "fp16"},
     },
     "pure bf16": {
@@ -191,22 +219,33 @@ DTYPES: dict[str, dict[str, Any]] = {
         "data_types": {"buffer_dtype": "bf16"},
     },
 }
-# All pairs of stage and dtype, and all models whose arithmetic is the same: PyTorch's kernel of an LSTM cannot be traced.
+# All pairs of stage and dtype, and all models whose arithmetic is the same: PyTorch's kernel of an
+# LSTM cannot be traced.
 CASES_OF_SGD = [
     (name, stage, dtype)
     for stage in (3, 2, 1, 0)
-    for dtype, name in zip(DTYPES, islice(cycle(["gpt_neox", "normed", "mixtral", "convnext", "mistral"]), stage, None))
+    for dtype, name in zip(
+        DTYPES, islice(cycle(["gpt_neox", "normed", "mixtral", "convnext", "mistral"]), stage, None)
+    )
 ]
 CASES_OF_ADAMW = [
-    ("gpt_neox", 0, "fp32"), ("mistral", 1, "bf16"), ("mixtral", 2, "fp16"), ("convnext", 3, "pure bf16"),
-    ("recurrent", 3, "fp32"), ("normed", 2, "bf16"), ("gpt_neox", 3, "fp16"), ("mistral", 0, "pure bf16"),
-]  # fmt: skip
+    ("gpt_neox", 0, "fp32"),
+    ("mistral", 1, "bf16"),
+    ("mixtral", 2, "fp16"),
+    ("convnext", 3, "pure bf16"),
+    ("recurrent", 3, "fp32"),
+    ("normed", 2, "bf16"),
+    ("gpt_neox", 3, "fp16"),
+    ("mistral", 0, "pure bf16"),
+]
 UNIT = 2.0**-24
 """The relative error of one rounding in fp32, in which every update is computed."""
 
 
 def _nudge(x: Tensor, seed: int, num_units: int = 4) -> Tensor:
-    """Some units more or less in every element: which, tells a hash of its bits, so that all ranks and stages do alike."""
+    """Some units more or less in every element: which, tells a hash of its bits, so
+    that all ranks and stages do alike.
+    """
     up = (x.view(torch.int32).long() * 2654435761 + seed * 40503 >> 13) & 1
     return x * (1 + num_units * UNIT * (2 * up - 1).to(x.dtype))
 
@@ -214,8 +253,9 @@ def _nudge(x: Tensor, seed: int, num_units: int = 4) -> Tensor:
 def _nudged(seed: int) -> Callable[[Any], fzero.Transform]:
     """AdamW with larger errors of rounding than its formula in a graph makes.
 
-    That makes the parameter and each moment from the old one and the gradient with at most three roundings, and the step
-    from these with six. Four units of both moments, the gradient and the parameter, at once and in each step, are more.
+    That makes the parameter and each moment from the old one and the gradient with at
+    most three roundings, and the step from these with six. Four units of both moments,
+    the gradient and the parameter, at once and in each step, are more.
     """
 
     def made(lr: Any) -> fzero.Transform:
@@ -223,7 +263,11 @@ def _nudged(seed: int) -> Callable[[Any], fzero.Transform]:
 
         def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
             grad, param, (step, first, second) = own.update(_nudge(grad, seed), param, state)
-            return grad, _nudge(param, seed), AdamState(step, _nudge(first, seed), _nudge(second, seed))
+            return (
+                grad,
+                _nudge(param, seed),
+                AdamState(step, _nudge(first, seed), _nudge(second, seed)),
+            )
 
         return fzero.Transform(own.init, update, own.specs)
 
@@ -238,7 +282,9 @@ def _trained(model: Any, data: Any, cfg: Any, **options: Any) -> dict[str, Tenso
 
 
 class _EveryResultNudged(TorchDispatchMode):
-    """Inside, every fp32 tensor that an operator makes is nudged by its last bit, forward and backward."""
+    """Inside, every fp32 tensor that an operator makes is nudged by its last bit,
+    forward and backward.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -248,23 +294,30 @@ class _EveryResultNudged(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         makes = not any(out.alias_info for out in func._schema.returns) and "empty" not in str(func)
         nudges = lambda x: makes and isinstance(x, Tensor) and x.dtype == torch.float32  # noqa: E731
-        return optree.tree_map(lambda x: _nudge(x, self.seed, 2) if nudges(x) else x, result, none_is_leaf=True)
+        return optree.tree_map(
+            lambda x: _nudge(x, self.seed, 2) if nudges(x) else x, result, none_is_leaf=True
+        )
 
 
 def _further_than_nudges(
     model: Any, data: Any, cfg: Any, compiled: dict[str, Any], *, everywhere: bool = False
 ) -> tuple[dict[str, tuple[float, float]], float]:
-    """Which tensors are further from the eager step's than twice what nudges make of these; and the largest such ratio.
+    """Which tensors are further from the eager step's than twice what nudges make of
+    these; and the largest such ratio.
 
-    Where an error goes in 20 steps depends on its sign, so that one pattern of signs may go further than a few others.
+    Where an error goes in 20 steps depends on its sign, so that one pattern of signs
+    may go further than a few others.
 
     Args:
-        everywhere: whether the result of every operator is nudged, in place of those of the update.
+        everywhere: whether the result of every operator is nudged, in place of those of
+            the update.
     """
     eager = _trained(model, data, cfg)
 
     def distances(found: dict[str, Tensor]) -> dict[str, float]:
-        return {name: (found[name].double() - x.double()).norm().item() for name, x in eager.items()}
+        return {
+            name: (found[name].double() - x.double()).norm().item() for name, x in eager.items()
+        }
 
     nudged = []
     for seed in SEEDS:
@@ -274,11 +327,15 @@ def _further_than_nudges(
     found = distances(_trained(model, data, cfg, **compiled))
     most = {name: max(each[name] for each in nudged) for name in found}
     ratios = [found[name] / most[name] for name in found if most[name]]
-    return {name: (found[name], most[name]) for name in found if found[name] > 2 * most[name]}, max(ratios)
+    return {name: (found[name], most[name]) for name in found if found[name] > 2 * most[name]}, max(
+        ratios
+    )
 
 
 def _of_adamw(name: str, stage: int, dtype: str) -> tuple[dict[str, tuple[float, float]], float]:
-    return _further_than_nudges(*HELD_OUT[name], config(stage, optimizer=ADAMW) | DTYPES[dtype], AOT)
+    return _further_than_nudges(
+        *HELD_OUT[name], config(stage, optimizer=ADAMW) | DTYPES[dtype], AOT
+    )
 
 
 @pytest.mark.nightly
@@ -296,19 +353,28 @@ def _of_sgd(name: str, stage: int, dtype: str) -> tuple[float, float]:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize(("name", "stage", "dtype"), CASES_OF_SGD)
-def test_sgd_gives_the_eager_step_s_bits_over_many_steps(ranks: RankPool, name: str, stage: int, dtype: str) -> None:
+def test_sgd_gives_the_eager_step_s_bits_over_many_steps(
+    ranks: RankPool, name: str, stage: int, dtype: str
+) -> None:
     assert ranks(2, _of_sgd, name, stage, dtype) == [(0.0, 0.0)] * 2
 
 
 def _by_block(name: str, stage: int, dtype: str) -> tuple[float, float]:
     cfg = config(stage, optimizer=ADAMW) | DTYPES[dtype]
-    return _differences(*HELD_OUT[name], cfg, NUM_STEPS, compile="block", compile_backend="aot_eager")
+    return _differences(
+        *HELD_OUT[name], cfg, NUM_STEPS, compile="block", compile_backend="aot_eager"
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "stage", "dtype"),
-    [("gpt_neox", 3, "fp32"), ("mistral", 2, "bf16"), ("gpt_neox", 1, "fp16"), ("mistral", 0, "pure bf16")],
+    [
+        ("gpt_neox", 3, "fp32"),
+        ("mistral", 2, "bf16"),
+        ("gpt_neox", 1, "fp16"),
+        ("mistral", 0, "pure bf16"),
+    ],
 )
 def test_compiled_blocks_give_the_eager_step_s_bits_with_any_optimizer(
     ranks: RankPool, name: str, stage: int, dtype: str
@@ -323,12 +389,13 @@ def _llama_with_inductor() -> tuple[dict[str, tuple[float, float]], float]:
 
 @pytest.mark.nightly
 def test_generated_code_for_a_llama_goes_no_further_than_roundings_take_it(ranks: RankPool) -> None:
-    # Generated code adds in other orders and rounds elsewhere, in the forward and the backward, too.
+    # Generated code adds in other orders and rounds elsewhere, in the forward and the backward,
+    # too.
     for further, ratio in ranks(2, _llama_with_inductor):
         assert not further, ratio
 
 
-# --- what cannot be captured -------------------------------------------------------------------------------------
+# --- what cannot be captured ----------------------------------------------------------------------
 
 
 class Fits(nn.Module):
@@ -443,7 +510,10 @@ def test_an_obstacle_in_a_package_is_reported_with_the_line_of_the_model_that_ca
 
     first, second, *_ = _told(Checking, recwarn, capfd).splitlines()
     assert "checked_layers.py, line 6: 'if torch.isnan(x).any():'" in first
-    assert second.startswith(f"called from {__file__}, line ") and "self.linear(self.before(x))" in second
+    assert (
+        second.startswith(f"called from {__file__}, line ")
+        and "self.linear(self.before(x))" in second
+    )
 
 
 class Keeps(Fits):
@@ -457,12 +527,16 @@ def test_an_obstacle_without_a_line_names_the_model(recwarn: Any, capfd: Any) ->
     assert message.startswith("Keeps\n") and "store its .detach()" in message
 
 
-# --- what is captured anew ---------------------------------------------------------------------------------------
+# --- what is captured anew ------------------------------------------------------------------------
 
 
 def _num_captured(model: Callable[[], nn.Module], batches: list[Any], **keys: Any) -> list[int]:
-    """How often a step had been captured, after each batch; its numbers are the eager step's."""
-    steps = [fzero.make_train_step(make(model), config(2, optimizer=SGD) | keys, **o) for o in ({}, AOT)]
+    """How often a step had been captured, after each batch; its numbers are the eager
+    step's.
+    """
+    steps = [
+        fzero.make_train_step(make(model), config(2, optimizer=SGD) | keys, **o) for o in ({}, AOT)
+    ]
     eager, compiled = (step.init() for step in steps)
     found = []
     for batch in batches:
@@ -477,8 +551,17 @@ def _num_captured(model: Callable[[], nn.Module], batches: list[Any], **keys: An
 def test_steps_and_overflows_are_never_captured_anew() -> None:
     batches = [vectors(index) for index in range(20)]
     assert _num_captured(Fits, batches) == [1] * 20
-    fp16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 1}
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.125, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    fp16 = {
+        "enabled": True,
+        "auto_cast": True,
+        "initial_scale_power": 16,
+        "loss_scale_window": 2,
+        "hysteresis": 1,
+    }
+    schedule = {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 0.125, "warmup_num_steps": 4, "warmup_type": "linear"},
+    }
     steep = [(x * 64, y * 64) for x, y in batches]
     assert _num_captured(Fits, steep, fp16=fp16, scheduler=schedule) == [1] * 20
 
@@ -486,7 +569,17 @@ def test_steps_and_overflows_are_never_captured_anew() -> None:
 @pytest.mark.long
 def test_each_smaller_batch_is_captured_once() -> None:
     sizes = [12, 7, 12, 5, 7, 3, 5, 12, 3]
-    assert _num_captured(Fits, [vectors(i, size=n) for i, n in enumerate(sizes)]) == [1, 2, 2, 3, 3, 4, 4, 4, 4]
+    assert _num_captured(Fits, [vectors(i, size=n) for i, n in enumerate(sizes)]) == [
+        1,
+        2,
+        2,
+        3,
+        3,
+        4,
+        4,
+        4,
+        4,
+    ]
     step = fzero.make_train_step(Fits(), config(2) | {"train_micro_batch_size_per_gpu": 12}, **AOT)
     with pytest.raises(ValueError, match="batch: must hold 12 samples on each rank"):
         step(step.init(), vectors(0, size=7))
@@ -497,13 +590,19 @@ def test_another_dtype_of_the_batch_is_captured_once() -> None:
         def before(self, x: Tensor) -> Tensor:
             return x.float()
 
-    batches = [(x.to([torch.float32, torch.float64][i % 2]), y) for i, (x, y) in enumerate(map(vectors, range(4)))]
+    batches = [
+        (x.to([torch.float32, torch.float64][i % 2]), y)
+        for i, (x, y) in enumerate(map(vectors, range(4)))
+    ]
     assert _num_captured(Casts, batches) == [1, 2, 2, 2]
 
 
 def test_another_mode_of_the_model_is_captured_once_and_counts() -> None:
     models = [make(Normed) for _ in range(2)]
-    steps = [fzero.make_train_step(model, config(0, optimizer=SGD), **o) for model, o in zip(models, ({}, AOT))]
+    steps = [
+        fzero.make_train_step(model, config(0, optimizer=SGD), **o)
+        for model, o in zip(models, ({}, AOT))
+    ]
     states = [step.init() for step in steps]
     for index, training in enumerate([True, False, False, True, False]):
         losses = []
@@ -528,19 +627,23 @@ def test_what_changes_in_every_step_is_reported_in_the_end(capfd: Any) -> None:
     message = str(raised.value)
     assert "Counts: captured 8 times" in message and "model.num_calls == " in message
     assert len(message.splitlines()) <= 5 and len(message) < 1000
-    with pytest.raises(fzero.CompileError, match=r"leaf 0 of the batch is .*\n.*pad batches to a few shapes"):
+    with pytest.raises(
+        fzero.CompileError, match=r"leaf 0 of the batch is .*\n.*pad batches to a few shapes"
+    ):
         _num_captured(Fits, [vectors(0, size=n) for n in range(2, 14)])
     assert "stack trace" not in capfd.readouterr().err
 
 
-# --- what is unusual ---------------------------------------------------------------------------------------------
+# --- what is unusual ------------------------------------------------------------------------------
 
 
 def _unusual(name: str, stage: int) -> tuple[float, float]:
     case = CASES[name]
     cast = lambda index: optree.tree_map(lambda x: x.to(case.dtype or x.dtype), case.data(index))  # noqa: E731
     maker = lambda: case.model().to(case.dtype) if case.dtype else case.model()  # noqa: E731
-    return _differences(maker, cast, config(stage, optimizer=SGD, clip=case.clip), units=case.units, **AOT)
+    return _differences(
+        maker, cast, config(stage, optimizer=SGD, clip=case.clip), units=case.units, **AOT
+    )
 
 
 @pytest.mark.covering(0)
@@ -558,14 +661,21 @@ def _unusual(name: str, stage: int) -> tuple[float, float]:
         ("mixed dtypes", 2, 0),
     ],
 )
-def test_an_unusual_model_gives_the_eager_step_s_bits(ranks: RankPool, name: str, world_size: int, stage: int) -> None:
+def test_an_unusual_model_gives_the_eager_step_s_bits(
+    ranks: RankPool, name: str, world_size: int, stage: int
+) -> None:
     assert ranks(world_size, _unusual, name, stage) == [(0.0, 0.0)] * world_size
 
 
 def _odd_in_groups(stage: int) -> tuple[float, float]:
     groups = [{"params": r"norm|bias", "weight_decay": 0.0}, {"params": r"^blocks\.1", "lr": 0.25}]
     return _differences(
-        make_odd, named_tokens, config(stage, optimizer=SGD), param_groups=groups, loss_fn=weighted, **AOT
+        make_odd,
+        named_tokens,
+        config(stage, optimizer=SGD),
+        param_groups=groups,
+        loss_fn=weighted,
+        **AOT,
     )
 
 
@@ -583,7 +693,9 @@ def weighted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.long
-def test_groups_ties_frozen_and_empty_parameters_with_a_weighted_loss_on_four_ranks(ranks: RankPool) -> None:
+def test_groups_ties_frozen_and_empty_parameters_with_a_weighted_loss_on_four_ranks(
+    ranks: RankPool,
+) -> None:
     assert ranks(4, _odd_in_groups, 3) == [(0.0, 0.0)] * 4
 
 
@@ -592,13 +704,16 @@ def test_a_recurrent_module_keeps_its_own_weights_and_may_lose_them() -> None:
     model = make(Recurrent)
     step = fzero.make_train_step(model, config(0), **AOT)
     state, _ = step(step.init(), tokens(0))
-    assert all(own is weight for own, weight in zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True))
+    assert all(
+        own is weight
+        for own, weight in zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True)
+    )
     model.to("meta")
     _, metrics = step(state, tokens(1))
     assert metrics.loss.isfinite()
 
 
-# --- a rank that dies --------------------------------------------------------------------------------------------
+# --- a rank that dies -----------------------------------------------------------------------------
 
 
 def run_rank(scenario: str, stage: int, victim: int) -> None:
@@ -636,18 +751,22 @@ def test_when_a_rank_is_killed_in_a_compiled_step_the_other_ends_by_itself_and_s
 ) -> None:
     with Job(2, scenario, stage, victim=1, file=__file__) as job:
         assert job.end_of(1, timeout=120).code == -signal.SIGKILL
-        assert_ends_with_collective_error(job, 0, 1, "its process (has ended|was killed by SIGKILL)")
+        assert_ends_with_collective_error(
+            job, 0, 1, "its process (has ended|was killed by SIGKILL)"
+        )
 
 
 if __name__ == "__main__":
     run_rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 
 
-# --- generation --------------------------------------------------------------------------------------------------
+# --- generation -----------------------------------------------------------------------------------
 
 
 def _generated(how: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens of a GPT-2 before its step is made, after two steps, and with the weights of the state."""
+    """The tokens of a GPT-2 before its step is made, after two steps, and with the
+    weights of the state.
+    """
     torch.manual_seed(0)
     model = _quiet(MODELS["gpt2"])()
     names, prompt = set(vars(model)), text(0)["input_ids"][:2, :4]
@@ -657,7 +776,9 @@ def _generated(how: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
             return model.eval().generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)  # type: ignore[operator]
 
     before = generate()
-    step = fzero.make_train_step(model.train(), config(3, optimizer={"type": "SGD", "params": {"lr": 2.0}}), **how)
+    step = fzero.make_train_step(
+        model.train(), config(3, optimizer={"type": "SGD", "params": {"lr": 2.0}}), **how
+    )
     state = step.init()
     for index in range(2):
         state, _ = step(state, text(index))

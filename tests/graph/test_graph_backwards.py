@@ -1,4 +1,6 @@
-"""A backward inside the backward of a captured step trains as in a plain loop, and leaves no gradient elsewhere in silence."""
+"""A backward inside the backward of a captured step trains as in a plain loop, and
+leaves no gradient elsewhere in silence.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ AOT = {"compile": "step", "compile_backend": "aot_eager"}
 def losses(model: nn.Module, x: Tensor, stage: int, **how: Any) -> list[tuple[float, float]]:
     """Loss and norm of three steps."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    cfg = {"optimizer": {"type": "SGD", "params": {"lr": 0.0625}}, "gradient_clipping": 0.0, "zero_optimization": zero}
+    cfg = {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0625}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+    }
     step = fzero.make_train_step(model, cfg, **how)
     state, found = step.init(), list[tuple[float, float]]()
     for _ in range(3):
@@ -28,7 +34,9 @@ def losses(model: nn.Module, x: Tensor, stage: int, **how: Any) -> list[tuple[fl
 
 
 class Rerun(torch.autograd.Function):
-    """Runs a module again in its backward, which trains the module by a backward of its own (as reversible nets do)."""
+    """Runs a module again in its backward, which trains the module by a backward of its
+    own (as reversible nets do).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
@@ -61,13 +69,19 @@ REENTRANT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a leaf": lambda model, x: model.b(checkpoint(model.a, x.requires_grad_(), use_reentrant=True)),
     "in between": lambda model, x: checkpoint(model.b, model.a(x), use_reentrant=True),
     "inside another": lambda model, x: checkpoint(
-        lambda y: model.b(checkpoint(model.a, y, use_reentrant=True)), model.b(x), use_reentrant=False
+        lambda y: model.b(checkpoint(model.a, y, use_reentrant=True)),
+        model.b(x),
+        use_reentrant=False,
     ),
     "around another": lambda model, x: checkpoint(
-        lambda y: model.b(checkpoint(model.a, y, use_reentrant=False)), x.requires_grad_(), use_reentrant=True
+        lambda y: model.b(checkpoint(model.a, y, use_reentrant=False)),
+        x.requires_grad_(),
+        use_reentrant=True,
     ),
     "a function of a leaf": lambda model, x: model.b(Rerun.apply(x.requires_grad_(), model.a)),  # type: ignore[no-untyped-call]
-    "a function, twice": lambda model, x: Rerun.apply(model.a(Rerun.apply(model.b(x), model.a)), model.b),  # type: ignore[no-untyped-call]
+    "a function, twice": lambda model, x: Rerun.apply(
+        model.a(Rerun.apply(model.b(x), model.a)), model.b
+    ),  # type: ignore[no-untyped-call]
     "a hook": hooked,
 }
 
@@ -88,7 +102,9 @@ def plain_losses(model: nn.Module, x: Tensor) -> list[tuple[float, float]]:
         optimizer.zero_grad()
         loss = model(x.clone())
         loss.backward()
-        norm = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+        norm = nn.utils.get_total_norm(
+            [param.grad for param in model.parameters() if param.grad is not None]
+        )
         optimizer.step()
         found.append((loss.item(), norm.item()))
     return found
@@ -100,11 +116,15 @@ def test_a_backward_inside_the_backward_of_a_graph_trains(way: str, stage: int) 
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
     expected = plain_losses(Backwards(REENTRANT[way]), x)
     for how in ({}, AOT):  # norms are summed in another order
-        torch.testing.assert_close(losses(Backwards(REENTRANT[way]), x, stage, **how), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            losses(Backwards(REENTRANT[way]), x, stage, **how), expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_gradient_that_a_graph_leaves_in_another_tensor_is_an_error() -> None:
     held = torch.ones(4, requires_grad=True)
     model = Backwards(lambda model, x: model.a(x) * held)
-    with pytest.raises(fzero.CompileError, match=r"leaves a gradient in the .grad of a tensor of shape \(4,\)"):
+    with pytest.raises(
+        fzero.CompileError, match=r"leaves a gradient in the .grad of a tensor of shape \(4,\)"
+    ):
         losses(model, torch.randn(4, 4), 0, **AOT)

@@ -1,4 +1,6 @@
-"""Laws of what makes a step's graph fast: products where they are joined, exchanges without oneself, numbers computed once."""
+"""Laws of what makes a step's graph fast: products where they are joined, exchanges
+without oneself, numbers computed once.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_joined_products_are_the_same_bits(names: list[str], is_wide: bool) -> N
 
 
 def test_gradients_of_weights_are_made_where_they_are_sent_from() -> None:
-    """Every unit's with one operator, that stands in the backward of its own unit; no product is made twice."""
+    """Every unit's with one operator, that stands in the backward of its own unit; no
+    product is made twice.
+    """
     traced = trace_step((8,) * 4)
     graph = run_passes(traced.graph, PassOptions())
     joined = [node for node in graph.nodes if node.target is JOIN]
@@ -74,7 +78,9 @@ def test_gradients_of_weights_are_made_where_they_are_sent_from() -> None:
     assert sum(map(flops_of, graph.nodes)) == sum(map(flops_of, traced.graph.nodes))
     products = [node for node in graph.nodes if flops_of(node)]
     between = [products.index(later) - products.index(joined[0]) for later in joined]
-    assert between == [0, 3, 6, 9], "two products give the gradients of a unit's inputs, and one operator the weights'"
+    assert between == [0, 3, 6, 9], (
+        "two products give the gradients of a unit's inputs, and one operator the weights'"
+    )
 
 
 def test_numbers_are_computed_once_and_not_for_every_element() -> None:
@@ -86,8 +92,14 @@ def test_numbers_are_computed_once_and_not_for_every_element() -> None:
     expected = module(*args)
 
     def reads_a_formula(graph: Graph) -> list[Node]:
-        numbers = [n for n in graph.nodes if n.op == "call_function" and n.target is not aten.as_strided.default]
-        return [n for n in numbers if numel_of(n) == 1 and any(numel_of(user) > 1 for user in n.users)]
+        numbers = [
+            n
+            for n in graph.nodes
+            if n.op == "call_function" and n.target is not aten.as_strided.default
+        ]
+        return [
+            n for n in numbers if numel_of(n) == 1 and any(numel_of(user) > 1 for user in n.users)
+        ]
 
     assert len(reads_a_formula(module.graph)) == 1
     realize_numbers(module.graph)
@@ -96,7 +108,9 @@ def test_numbers_are_computed_once_and_not_for_every_element() -> None:
 
 
 def exchanging(graph: Graph, args: list[Tensor]) -> Generator[Any, Tensor, Any]:
-    """Runs the graph of one rank: yields what each exchange is given, and is sent what it returns."""
+    """Runs the graph of one rank: yields what each exchange is given, and is sent what
+    it returns.
+    """
     env: dict[Node, Any] = {}
     given_ = iter(args)
     for node in graph.nodes:
@@ -112,13 +126,17 @@ def exchanging(graph: Graph, args: list[Tensor]) -> Generator[Any, Tensor, Any]:
 
 
 @given(st.integers(2, 4), st.data())
-def test_an_exchange_sends_nothing_to_its_own_rank_and_gives_the_same(size: int, data: st.DataObject) -> None:
+def test_an_exchange_sends_nothing_to_its_own_rank_and_gives_the_same(
+    size: int, data: st.DataObject
+) -> None:
     """A gather and a sum in rank order, by exchanges, on ranks that are simulated."""
     numel = data.draw(st.integers(1, 5), label="numel")
 
     def step(shard: Tensor, full: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         numels = [numel] * size
-        gathered = c10d.wait_tensor(c10d.all_to_all_single(shard.repeat(size), numels, numels, GROUP))
+        gathered = c10d.wait_tensor(
+            c10d.all_to_all_single(shard.repeat(size), numels, numels, GROUP)
+        )
         parts = c10d.wait_tensor(c10d.all_to_all_single(full, numels, numels, GROUP))
         total, *others = torch.split(parts, numel)
         for other in others:
@@ -159,7 +177,9 @@ def test_an_exchange_sends_nothing_to_its_own_rank_and_gives_the_same(size: int,
 
 
 class _Joins(nn.Module):
-    """Joins products itself, in the forward and, by a parameter that it cuts, in the backward."""
+    """Joins products itself, in the forward and, by a parameter that it cuts, in the
+    backward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +189,13 @@ class _Joins(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         one, other = self.flat.split([36, 36])
         h = torch.tanh(x @ one.view(6, 6)) @ other.view(6, 6)
-        return torch.cat([block(h).flatten() for block in self.blocks]).view(3, -1).square().sum(1).mean()
+        return (
+            torch.cat([block(h).flatten() for block in self.blocks])
+            .view(3, -1)
+            .square()
+            .sum(1)
+            .mean()
+        )
 
 
 @pytest.mark.covering(0)
@@ -177,7 +203,9 @@ class _Joins(nn.Module):
 def test_a_model_that_joins_products_itself_is_put_in_order(stage: int) -> None:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     step = fzero.make_train_step(
-        _Joins(), {"zero_optimization": zero}, mesh=fzero.comms.AbstractAxis("data", 2, backend="gloo")
+        _Joins(),
+        {"zero_optimization": zero},
+        mesh=fzero.comms.AbstractAxis("data", 2, backend="gloo"),
     )
     (captured,) = step.trace(torch.ones(4, 6))
     captured.scheduled().graph.lint()
@@ -191,7 +219,9 @@ def test_collected_gradients_are_reduced_and_not_gathered(stage: int) -> None:
         "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": stage},
     }
-    step = fzero.make_train_step(_Joins(), cfg, mesh=fzero.comms.AbstractAxis("data", 2, backend="gloo"))
+    step = fzero.make_train_step(
+        _Joins(), cfg, mesh=fzero.comms.AbstractAxis("data", 2, backend="gloo")
+    )
     timeline = step.explain(torch.ones(4, 6))
     assert timeline.liveness.peak_gathered == 0
     sent = sum(span.nbytes for span in timeline.spans if span.lane == "collective")

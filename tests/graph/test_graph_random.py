@@ -1,4 +1,6 @@
-"""The random numbers of a captured step are those of the eager step: a table of what draws, by the memory of its input."""
+"""The random numbers of a captured step are those of the eager step: a table of what
+draws, by the memory of its input.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,18 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal of two": lambda x: torch.normal(x, x.sigmoid()),
     "poisson": lambda x: torch.poisson(5 * x.sigmoid()),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3),
-    "causal attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3, is_causal=True),
+    "causal attention": lambda x: F.scaled_dot_product_attention(
+        x, x, x, dropout_p=0.3, is_causal=True
+    ),
     "a distribution": lambda x: torch.distributions.Normal(x, 1.0, validate_args=False).rsample(),
     "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x, 2, output_size=2),
 }
 
 
 class Draws(nn.Module):
-    """Keeps one number of each row of the table, in which every element has another weight, in a buffer."""
+    """Keeps one number of each row of the table, in which every element has another
+    weight, in a buffer.
+    """
 
     def __init__(self, of_memory: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -74,14 +80,18 @@ class Draws(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         drawn = [draw(self.of_memory(self.a(x))).double() for draw in DRAWS.values()]
-        weights = [torch.linspace(0.1, 1.7, y.numel(), dtype=y.dtype).reshape(y.shape) for y in drawn]
+        weights = [
+            torch.linspace(0.1, 1.7, y.numel(), dtype=y.dtype).reshape(y.shape) for y in drawn
+        ]
         sums = torch.stack([(y * weight).sum() for y, weight in zip(drawn, weights, strict=True)])
         self.seen.copy_(sums.detach())
         return self.a(x).square().mean() + 1e-3 * sums.mean().float()  # type: ignore[no-any-return]
 
 
 class Modules(nn.Module):
-    """Modules that draw by themselves: a layer three times or three layers, attention, and a recurrent one."""
+    """Modules that draw by themselves: a layer three times or three layers, attention,
+    and a recurrent one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,10 +107,16 @@ class Modules(nn.Module):
         return self.lstm(x)[0][..., :3].square().mean()  # type: ignore[no-any-return]
 
 
-def trained(model: nn.Module, x: Tensor, stage: int, **how: Any) -> tuple[list[float], dict[str, Tensor]]:
+def trained(
+    model: nn.Module, x: Tensor, stage: int, **how: Any
+) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of three steps, and the buffers after them."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    cfg = {"optimizer": {"type": "SGD", "params": {"lr": 0.0625}}, "gradient_clipping": 0.0, "zero_optimization": zero}
+    cfg = {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0625}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+    }
     step = fzero.make_train_step(model, cfg, **how)
     state, losses = step.init(), list[float]()
     for _ in range(3):
@@ -109,16 +125,22 @@ def trained(model: nn.Module, x: Tensor, stage: int, **how: Any) -> tuple[list[f
     return losses, state.buffers
 
 
-@pytest.mark.parametrize(("memory", "stage"), [*((memory, 0) for memory in MEMORY), ("transposed", 3)])
+@pytest.mark.parametrize(
+    ("memory", "stage"), [*((memory, 0) for memory in MEMORY), ("transposed", 3)]
+)
 def test_a_graph_draws_the_numbers_of_the_eager_step(memory: str, stage: int) -> None:
     x = torch.randn(4, 6, 3, 5, generator=torch.Generator().manual_seed(1))
     (losses, eager), (graphs, captured) = (
         trained(Draws(MEMORY[memory]), x, stage, **how)
         for how in ({}, AOT)  # type: ignore[arg-type]
     )
-    same = torch.isclose(captured["seen"], eager["seen"], rtol=1e-4)  # another drawn number changes a sum by 1e-2
-    assert same.all(), [name for name, is_same in zip(DRAWS, same.tolist(), strict=True) if not is_same]
-    torch.testing.assert_close(graphs, losses, rtol=1e-5, atol=1e-6)  # operators of a graph round differently
+    # another drawn number changes a sum by 1e-2
+    same = torch.isclose(captured["seen"], eager["seen"], rtol=1e-4)
+    assert same.all(), [
+        name for name, is_same in zip(DRAWS, same.tolist(), strict=True) if not is_same
+    ]
+    # operators of a graph round differently
+    torch.testing.assert_close(graphs, losses, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

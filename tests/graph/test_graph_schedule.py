@@ -1,4 +1,6 @@
-"""Laws of a step's graph under the passes: the numbers stay, and the order costs what was asked."""
+"""Laws of a step's graph under the passes: the numbers stay, and the order costs what
+was asked.
+"""
 
 from __future__ import annotations
 
@@ -71,13 +73,15 @@ def places(graph: Graph) -> dict[Node, int]:
 def assert_same_numbers(traced: Traced, graph: Graph) -> None:
     before, after = run_ranks(traced.graph, traced.args), run_ranks(graph, traced.args)
     for rank, (expected, got) in enumerate(zip(before, after)):
-        for index, (one, other) in enumerate(zip(*map(torch.utils._pytree.tree_leaves, (expected, got)))):
+        for index, (one, other) in enumerate(
+            zip(*map(torch.utils._pytree.tree_leaves, (expected, got)))
+        ):
             assert torch.equal(one, other), f"rank {rank}, result {index}"
     written = [torch.equal(arg, new) for arg, new in zip(traced.args[0], after[0][1:])]
     assert not all(written[1:]), "the step must change its state, or the comparison says nothing"
 
 
-# --- numbers -------------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 steps = st.builds(
     trace_step,
@@ -107,11 +111,15 @@ units = st.dictionaries(st.sampled_from([f"flats_{i}" for i in range(1, 6)]), st
 @pytest.mark.long
 @examples(40, derandomize=True)
 @given(traced=steps, options=pass_options, units=units)
-def test_no_option_changes_a_number(traced: Traced, options: PassOptions, units: dict[str, str]) -> None:
+def test_no_option_changes_a_number(
+    traced: Traced, options: PassOptions, units: dict[str, str]
+) -> None:
     before = [node.format_node() for node in traced.graph.nodes]
     graph = run_passes(traced.graph, options, units=units)
     assert_same_numbers(traced, graph)
-    assert [node.format_node() for node in traced.graph.nodes] == before, "the graph that was given is left alone"
+    assert [node.format_node() for node in traced.graph.nodes] == before, (
+        "the graph that was given is left alone"
+    )
 
 
 def test_passes_on_a_scheduled_graph_change_nothing_more() -> None:
@@ -147,7 +155,7 @@ def is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-# --- gathers -------------------------------------------------------------------------------------------------------
+# --- gathers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
@@ -156,7 +164,8 @@ def test_blocks_are_gathered_twice_and_the_last_unit_once(num_blocks: int) -> No
     assert set(gathers_by_unit(traced.graph).values()) == {1}
     counts = gathers_by_unit(run_passes(traced.graph, PassOptions()))
     embedding, *blocks, head = (f"flats_{index + 1}" for index in range(num_blocks + 2))
-    assert counts == {embedding: 1, **dict.fromkeys(blocks, 2), head: 1}  # an embedding's backward needs no weights
+    # an embedding's backward needs no weights
+    assert counts == {embedding: 1, **dict.fromkeys(blocks, 2), head: 1}
 
 
 def test_a_unit_used_in_separate_places_is_gathered_for_each() -> None:
@@ -164,9 +173,14 @@ def test_a_unit_used_in_separate_places_is_gathered_for_each() -> None:
     assert set(counts.values()) == {2}
 
 
-@given(hiddens=st.lists(st.sampled_from([4, 8, 16]), min_size=1, max_size=4).map(tuple), tied=st.booleans())
+@given(
+    hiddens=st.lists(st.sampled_from([4, 8, 16]), min_size=1, max_size=4).map(tuple),
+    tied=st.booleans(),
+)
 @examples(15, derandomize=True)
-def test_at_most_two_units_are_gathered_with_prefetch_and_one_without(hiddens: tuple[int, ...], tied: bool) -> None:
+def test_at_most_two_units_are_gathered_with_prefetch_and_one_without(
+    hiddens: tuple[int, ...], tied: bool
+) -> None:
     traced = trace_step(hiddens, tied=tied)
     largest, second, *_ = sorted(traced.unit_numels, reverse=True)
     prefetched = liveness(run_passes(traced.graph, PassOptions())).peak_gathered_numel
@@ -178,19 +192,25 @@ def test_at_most_two_units_are_gathered_with_prefetch_and_one_without(hiddens: t
 def test_each_gather_starts_as_soon_as_the_unit_before_has_arrived() -> None:
     """Between a gather's start and its wait stands all compute of the unit before it."""
     graph = run_passes(trace_step((8,) * 4).graph, PassOptions())
-    order = [node for node in graph.nodes if flops_of(node) or node.target is WAIT or is_collective(node)]
+    order = [
+        node for node in graph.nodes if flops_of(node) or node.target is WAIT or is_collective(node)
+    ]
     where = {node: place for place, node in enumerate(order)}
     gathers = sorted(analyse(graph).gathers, key=lambda gather: where[gather.issue[-1]])
     for before, gather in pairwise(gathers):
         assert where[before.issue[-1]] < where[gather.issue[-1]]
     for before, gather in pairwise(gathers[1:]):
         between = order[where[before.settle[0]] + 1 : where[gather.issue[-1]]]
-        assert not any(flops_of(node) for node in between), "nothing is computed before the next gather has started"
+        assert not any(flops_of(node) for node in between), (
+            "nothing is computed before the next gather has started"
+        )
         assert not any(node.target is WAIT for node in between)
 
 
 def test_a_gather_that_has_no_room_yet_starts_when_the_unit_before_leaves() -> None:
-    """The update of the unit before then runs beside it, and what the backward does without weights."""
+    """The update of the unit before then runs beside it, and what the backward does
+    without weights.
+    """
     traced = trace_step((8,) * 4)
     graph = run_passes(traced.graph, PassOptions(max_live=max(traced.unit_numels), max_reducing=0))
     where = places(graph)
@@ -239,14 +259,25 @@ def test_more_room_means_fewer_gathers() -> None:
 
 def test_a_large_reuse_distance_gathers_every_unit_once() -> None:
     traced = trace_step((8,) * 4)
-    assert set(gathers_by_unit(run_passes(traced.graph, PassOptions(max_reuse_distance=MANY))).values()) == {1}
+    assert set(
+        gathers_by_unit(run_passes(traced.graph, PassOptions(max_reuse_distance=MANY))).values()
+    ) == {1}
 
 
 def test_units_within_the_reuse_distance_are_kept() -> None:
     traced = trace_step((8,) * 4, tied=False)
     head, block = traced.unit_numels[-1], traced.unit_numels[1]
-    counts = gathers_by_unit(run_passes(traced.graph, PassOptions(max_reuse_distance=head + 2 * block)))
-    assert counts == {"flats_1": 1, "flats_2": 2, "flats_3": 2, "flats_4": 1, "flats_5": 1, "flats_6": 1}
+    counts = gathers_by_unit(
+        run_passes(traced.graph, PassOptions(max_reuse_distance=head + 2 * block))
+    )
+    assert counts == {
+        "flats_1": 1,
+        "flats_2": 2,
+        "flats_3": 2,
+        "flats_4": 1,
+        "flats_5": 1,
+        "flats_6": 1,
+    }
 
 
 def test_small_units_that_every_rank_keeps_are_never_gathered() -> None:
@@ -257,8 +288,14 @@ def test_small_units_that_every_rank_keeps_are_never_gathered() -> None:
 
 def test_buffers_of_one_unit_are_gathered_together() -> None:
     traced = trace_step((8,) * 3)
-    graph = run_passes(traced.graph, PassOptions(), units={"flats_2": "first two", "flats_3": "first two"})
-    order = [node for node in graph.nodes if is_collective(node) and name_of(node) == "all_gather_into_tensor"]
+    graph = run_passes(
+        traced.graph, PassOptions(), units={"flats_2": "first two", "flats_3": "first two"}
+    )
+    order = [
+        node
+        for node in graph.nodes
+        if is_collective(node) and name_of(node) == "all_gather_into_tensor"
+    ]
     sources = [str(node.args[0]) for node in order]
     assert sources[:4] == ["flats_1", "flats_2", "flats_3", "flats_4"]
     for index in [i for i, source in enumerate(sources) if source == "flats_2"]:
@@ -268,7 +305,10 @@ def test_buffers_of_one_unit_are_gathered_together() -> None:
 
 def test_what_nobody_uses_is_not_gathered() -> None:
     def step(used: Tensor, unused: Tensor) -> Tensor:
-        both = [c10d.wait_tensor(c10d.all_gather_into_tensor(flat, 2, "0")).view(2, -1) for flat in (used, unused)]
+        both = [
+            c10d.wait_tensor(c10d.all_gather_into_tensor(flat, 2, "0")).view(2, -1)
+            for flat in (used, unused)
+        ]
         return (both[0] * 2).sum()
 
     graph = run_passes(trace(step, torch.ones(4), torch.ones(4)).graph, PassOptions())
@@ -277,19 +317,26 @@ def test_what_nobody_uses_is_not_gathered() -> None:
 
 def test_a_gather_of_broadcasts_or_of_an_exchange_is_one_too() -> None:
     def step(flat: Tensor, x: Tensor) -> Tensor:
-        joined = torch.cat([c10d.wait_tensor(c10d.broadcast(flat, rank, "0")) for rank in range(2)]).view(4, 4)
+        joined = torch.cat(
+            [c10d.wait_tensor(c10d.broadcast(flat, rank, "0")) for rank in range(2)]
+        ).view(4, 4)
         sent = flat.repeat(2)
         exchanged = c10d.wait_tensor(c10d.all_to_all_single(sent, [8, 8], [8, 8], "0")).view(4, 4)
         return x @ joined @ exchanged
 
     graph = trace(step, torch.ones(8), torch.ones(2, 4)).graph
     gathers = analyse(graph).gathers
-    assert [(len([n for n in g.issue if is_collective(n)]), g.numel) for g in gathers] == [(2, 16), (1, 16)]
+    assert [(len([n for n in g.issue if is_collective(n)]), g.numel) for g in gathers] == [
+        (2, 16),
+        (1, 16),
+    ]
     assert not analyse(graph).reductions
 
 
 def test_a_gather_of_what_the_step_made_is_a_reduction_like_any_other() -> None:
-    """The updated shards of stages 1 and 2 are gathered at the end, and not before the update."""
+    """The updated shards of stages 1 and 2 are gathered at the end, and not before the
+    update.
+    """
     analysis = analyse(trace_step((8, 8), stage=2).graph)
     assert not analysis.gathers
     assert Counter(name_of(reduction.start) for reduction in analysis.reductions) == {
@@ -299,12 +346,14 @@ def test_a_gather_of_what_the_step_made_is_a_reduction_like_any_other() -> None:
     }
 
 
-# --- how long a unit stays -----------------------------------------------------------------------------------------
+# --- how long a unit stays ------------------------------------------------------------------------
 
 
 @examples(300, derandomize=True)
 @given(
-    accesses=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), max_size=25),
+    accesses=st.lists(
+        st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), max_size=25
+    ),
     numels=st.lists(st.integers(1, 9), min_size=6, max_size=6),
     max_live=st.integers(0, 30),
     reuse=st.integers(0, 60),
@@ -312,7 +361,9 @@ def test_a_gather_of_what_the_step_made_is_a_reduction_like_any_other() -> None:
 def test_stays_cover_each_use_once_and_obey_both_bounds(
     accesses: list[list[int]], numels: list[int], max_live: int, reuse: int
 ) -> None:
-    stays = plan_live_ranges(list(enumerate(accesses)), numels, max_live=max_live, max_reuse_distance=reuse)
+    stays = plan_live_ranges(
+        list(enumerate(accesses)), numels, max_live=max_live, max_reuse_distance=reuse
+    )
     assert stays == sorted(stays, key=lambda stay: (stay.first, stay.unit))
     for position, units in enumerate(accesses):
         for unit in units:
@@ -326,14 +377,18 @@ def test_stays_cover_each_use_once_and_obey_both_bounds(
         assert len(stays) == len({unit for units in accesses for unit in units})
 
 
-# --- reductions and the update -------------------------------------------------------------------------------------
+# --- reductions and the update --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("by_exchange", [False, True])
 def test_a_reduction_starts_when_its_gradient_is_ready(stage: int, by_exchange: bool) -> None:
-    """No matrix product stands between the last node that a gradient is made of and its reduction."""
-    graph = run_passes(trace_step((8,) * 4, stage=stage, by_exchange=by_exchange).graph, PassOptions())
+    """No matrix product stands between the last node that a gradient is made of and its
+    reduction.
+    """
+    graph = run_passes(
+        trace_step((8,) * 4, stage=stage, by_exchange=by_exchange).graph, PassOptions()
+    )
     where = places(graph)
     grads = [reduction.start for reduction in gradients(graph)]
     assert len(grads) == 5
@@ -365,7 +420,10 @@ def test_reductions_under_way_stay_within_their_bound(max_reducing: int, clip: b
     seen = 0
     for node in graph.nodes:
         if node in reductions:
-            assert sum(under_way.values()) <= max(0, max_reducing - reductions[node].numel) or not under_way
+            assert (
+                sum(under_way.values()) <= max(0, max_reducing - reductions[node].numel)
+                or not under_way
+            )
             under_way[node] = reductions[node].numel
             seen = max(seen, len(under_way))
         elif node.target is WAIT:
@@ -374,7 +432,9 @@ def test_reductions_under_way_stay_within_their_bound(max_reducing: int, clip: b
 
 
 def test_full_gradients_die_with_their_reduction() -> None:
-    """With a bound of one reduction, at most two units' full gradients are alive, where all were."""
+    """With a bound of one reduction, at most two units' full gradients are alive, where
+    all were.
+    """
     traced = trace_step((64,) * 8, width=16, stage=2, tied=False)
     unit = max(traced.unit_numels) * 4
 
@@ -382,7 +442,8 @@ def test_full_gradients_die_with_their_reduction() -> None:
         joined = {node for r in gradients(graph) for node in r.start.all_input_nodes}
         where, alive, peak = places(graph), 0, 0
         ends = {
-            node: max(where[user] for s in node.users for user in s.users if user.target is WAIT) for node in joined
+            node: max(where[user] for s in node.users for user in s.users if user.target is WAIT)
+            for node in joined
         }
         for node in graph.nodes:
             alive += node in joined
@@ -402,7 +463,9 @@ def test_an_update_runs_early_unless_clipping_needs_every_gradient() -> None:
             PassOptions(max_reducing=0, writes=writes),  # type: ignore[arg-type]
         )
         order = [node for node in graph.nodes if flops_of(node) or is_mutation(node)]
-        writes_to_params = [i for i, node in enumerate(order) if str(node.args[0]).startswith("flats")]
+        writes_to_params = [
+            i for i, node in enumerate(order) if str(node.args[0]).startswith("flats")
+        ]
         return min(writes_to_params), max(i for i, node in enumerate(order) if flops_of(node))
 
     write, last_product = first_write(clip=False, writes="early")
@@ -459,13 +522,15 @@ def test_an_all_reduce_inside_the_model_keeps_its_place() -> None:
     assert [name_of(node) for node in after.nodes if node.op == "call_function"] == names
 
 
-# --- buckets -------------------------------------------------------------------------------------------------------
+# --- buckets --------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("by_exchange", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_reductions_are_joined_up_to_their_bucket_and_not_beyond(stage: int, by_exchange: bool) -> None:
+def test_reductions_are_joined_up_to_their_bucket_and_not_beyond(
+    stage: int, by_exchange: bool
+) -> None:
     traced = trace_step((8,) * 6, stage=stage, by_exchange=by_exchange, tied=False)
     block = max(traced.unit_numels)
     sizes = {}
@@ -504,7 +569,11 @@ def test_updated_shards_that_are_gathered_are_joined_up_to_their_bucket(stage: i
     for bucket in (0, 2 * kept[-1], MANY):
         graph = run_passes(traced.graph, PassOptions(gather_bucket=bucket))
         assert_same_numbers(traced, graph)
-        updates = [r for r in analyse(graph).reductions if r.needs_other and name_of(r.start).startswith("all_gather")]
+        updates = [
+            r
+            for r in analyse(graph).reductions
+            if r.needs_other and name_of(r.start).startswith("all_gather")
+        ]
         assert sum(update.numel for update in updates) == sum(kept)
         assert max(update.numel for update in updates) <= max(bucket, kept[-1])
         assert len(updates) == {0: len(kept), MANY: 1}.get(bucket, len(updates)) <= len(kept)
@@ -523,7 +592,9 @@ def test_updated_shards_that_something_else_reads_too_are_gathered_by_themselves
     assert (first_two, last) == ("all_gather_into_tensor_coalesced", "all_gather_into_tensor")
 
 
-def test_of_a_checkpointed_module_the_backward_reads_what_it_makes_again_up_to_its_last_node() -> None:
+def test_of_a_checkpointed_module_the_backward_reads_what_it_makes_again_up_to_its_last_node() -> (
+    None
+):
     graph = trace(lambda x: (y := x.tanh()).exp() * y, torch.ones(4)).graph
     (tanh,) = graph.find_nodes(op="call_function", target=aten.tanh.default)
     tanh.meta["custom"] = {"region": "block@0"}
@@ -534,7 +605,7 @@ def test_of_a_checkpointed_module_the_backward_reads_what_it_makes_again_up_to_i
     assert not tanh.users
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_liveness_counts_memory_and_not_views() -> None:
@@ -546,7 +617,16 @@ def test_liveness_counts_memory_and_not_views() -> None:
 
     live = liveness(trace(step, torch.ones(16)).graph)
     by_name = dict(zip(live.nodes, live.live))
-    assert by_name == {"x_1": 0, "mul": 64, "view": 64, "t": 64, "exp": 128, "sum_1": 68, "add": 8, "output": 4}
+    assert by_name == {
+        "x_1": 0,
+        "mul": 64,
+        "view": 64,
+        "t": 64,
+        "exp": 128,
+        "sum_1": 68,
+        "add": 8,
+        "output": 4,
+    }
     assert (live.peak, live.arguments) == (128, 64)
 
 
@@ -558,7 +638,9 @@ def test_what_a_reduction_reads_lives_until_its_wait() -> None:
 
     live = liveness(trace(step, torch.ones(16)).graph)
     by_name = dict(zip(live.nodes, live.live))
-    assert by_name["add"] == by_name["wait_tensor"] == 64 + 32 + 64 and by_name["sum_1"] == 32 + 64 + 4
+    assert (
+        by_name["add"] == by_name["wait_tensor"] == 64 + 32 + 64 and by_name["sum_1"] == 32 + 64 + 4
+    )
 
 
 def test_two_gathers_of_a_unit_are_separate_memory() -> None:
@@ -568,7 +650,7 @@ def test_two_gathers_of_a_unit_are_separate_memory() -> None:
     assert len({roots[gather.settle[0]] for gather in gathers}) == len(gathers)
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_a_change_of_a_gathered_parameter_is_refused_by_name() -> None:
@@ -577,14 +659,17 @@ def test_a_change_of_a_gathered_parameter_is_refused_by_name() -> None:
 
     graph = trace(step, torch.ones(4)).graph
     with pytest.raises(
-        ValueError, match="add_: a step's graph must not change the result of a collective in place, got"
+        ValueError,
+        match="add_: a step's graph must not change the result of a collective in place, got",
     ):
         run_passes(graph, PassOptions())
 
 
 def test_a_collective_without_a_wait_is_refused_by_name() -> None:
     graph = trace(lambda x: c10d.all_reduce(x * 2, "sum", "0") + 1, torch.ones(4)).graph
-    with pytest.raises(ValueError, match="all_reduce: a collective must have one wait_tensor, got 0"):
+    with pytest.raises(
+        ValueError, match="all_reduce: a collective must have one wait_tensor, got 0"
+    ):
         run_passes(graph, PassOptions())
 
 
@@ -594,13 +679,15 @@ def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
         PassOptions(**wrong)
 
 
-# --- cost ----------------------------------------------------------------------------------------------------------
+# --- cost -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_cost_of_a_pass_is_linear_in_the_number_of_units(stage: int) -> None:
-    """Counts calls of functions: four times the blocks may cost a little more than four times as many."""
+    """Counts calls of functions: four times the blocks may cost a little more than four
+    times as many.
+    """
 
     def calls(num_blocks: int) -> int:
         graph = trace_step((8,) * num_blocks, stage=stage).graph
@@ -617,7 +704,9 @@ def test_the_cost_of_a_pass_is_linear_in_the_number_of_units(stage: int) -> None
 
 
 def test_the_garbage_collector_stays_out_and_is_left_as_it_was() -> None:
-    """It would walk all that the process holds, again and again while the nodes of a large graph are made."""
+    """It would walk all that the process holds, again and again while the nodes of a
+    large graph are made.
+    """
     graph, begun = trace_step((8,) * 24).graph, []
 
     def count(phase: str, info: dict[str, int]) -> None:
@@ -640,7 +729,7 @@ def test_the_garbage_collector_stays_out_and_is_left_as_it_was() -> None:
         gc.enable()
 
 
-# --- time ----------------------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------
 
 
 def test_prefetch_hides_gathers_behind_compute() -> None:
@@ -662,7 +751,9 @@ def test_prefetch_hides_gathers_behind_compute() -> None:
 
 
 def test_a_timeline_has_no_overlap_within_a_lane_and_waits_end_with_their_collective() -> None:
-    timeline = make_timeline(run_passes(trace_step((8, 16)).graph, PassOptions()), MachineModel(latency=1e-6))
+    timeline = make_timeline(
+        run_passes(trace_step((8, 16)).graph, PassOptions()), MachineModel(latency=1e-6)
+    )
     for lane in (("compute", "wait"), ("collective",)):
         spans = [span for span in timeline.spans if span.lane in lane]
         assert all(before.end <= after.begin + 1e-15 for before, after in pairwise(spans))
@@ -672,12 +763,17 @@ def test_a_timeline_has_no_overlap_within_a_lane_and_waits_end_with_their_collec
 
 
 def test_a_timeline_reports_what_each_collective_sends() -> None:
-    """A gather and a reduce-scatter send (W-1)/W · P elements, an all-reduce twice that."""
+    """A gather and a reduce-scatter send (W-1)/W · P elements, an all-reduce twice
+    that.
+    """
     traced = trace_step((8,), world_size=3, tied=True)
     timeline = make_timeline(traced.graph)
     sent = {span.label: span.nbytes for span in timeline.spans if span.lane == "collective"}
     embedding, block = traced.unit_numels
-    assert sent["gather flats_1"] == 4 * embedding * 2 // 3 and sent["gather flats_2"] == 4 * block * 2 // 3
+    assert (
+        sent["gather flats_1"] == 4 * embedding * 2 // 3
+        and sent["gather flats_2"] == 4 * block * 2 // 3
+    )
     reduced = [span.nbytes for span in timeline.spans if span.label == "reduce_scatter"]
     assert sorted(reduced) == sorted([4 * embedding * 2 // 3, 4 * block * 2 // 3])
     assert "gather flats_2" in str(timeline) and "alive at the most" in str(timeline)
@@ -700,13 +796,16 @@ def test_timelines_one_after_the_other_keep_their_spans_and_bytes() -> None:
     assert str(twice).count("gather flats_1") == 1, "the table adds up"
 
 
-def test_an_all_reduce_sends_twice_what_the_other_ranks_hold_where_the_graph_reports_how_many_there_are() -> None:
+def test_an_all_reduce_sends_twice_what_the_other_ranks_hold_where_the_graph_reports_how_many_there_are() -> (
+    None
+):
     timeline = make_timeline(trace_step((8,), world_size=3).graph)
-    (nbytes,) = (span.nbytes for span in timeline.spans if span.label == "all_reduce")  # of the loss
+    # of the loss
+    (nbytes,) = (span.nbytes for span in timeline.spans if span.label == "all_reduce")
     assert nbytes == 2 * 4 * 2 // 3
 
 
-# --- through torch.compile -----------------------------------------------------------------------------------------
+# --- through torch.compile ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -740,7 +839,12 @@ def compiled_step() -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
 
 def letters(graph: Graph) -> str:
     """Gather +, reduce -, wait w, matrix product ., write c."""
-    kinds = {"all_gather_into_tensor": "+", "reduce_scatter_tensor": "-", "wait_tensor": "w", "copy_": "c"}
+    kinds = {
+        "all_gather_into_tensor": "+",
+        "reduce_scatter_tensor": "-",
+        "wait_tensor": "w",
+        "copy_": "c",
+    }
     return "".join(
         "." if flops_of(n) else kinds.get(name_of(n), "")
         for n in graph.nodes
@@ -775,22 +879,32 @@ def test_what_is_written_into_the_state_is_read_there() -> None:
 
 
 def written(module: nn.Module, monkeypatch: pytest.MonkeyPatch, num_bits: int) -> tuple[Graph, str]:
-    """The graph, and the code that Inductor writes for vectors of so many bits (0: none). Compiling it would take long."""
+    """The graph, and the code that Inductor writes for vectors of so many bits (0:
+    none). Compiling it would take long.
+    """
     from torch._inductor import config as inductor, cpu_vec_isa
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: None)
     # No compiler is asked what it can do.
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [cpu_vec_isa.VecAVX2()] * (num_bits == 256))
-    with inductor.patch({"cpp.simdlen": num_bits, "cpp.vec_isa_ok": True, "force_disable_caches": True}):
+    monkeypatch.setattr(
+        cpu_vec_isa, "valid_vec_isa_list", lambda: [cpu_vec_isa.VecAVX2()] * (num_bits == 256)
+    )
+    with inductor.patch(
+        {"cpp.simdlen": num_bits, "cpp.vec_isa_ok": True, "force_disable_caches": True}
+    ):
         (_, graph), (code, *_) = run_and_get_code(make_runner, "inductor", module, PassOptions())
     return graph, code
 
 
-def test_inductor_keeps_the_order_that_was_pinned(fake_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_keeps_the_order_that_was_pinned(
+    fake_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The order of the calls that it writes."""
-    graph, code = written(tracing.trace(*compiled_step(), nn.Module()).module, monkeypatch, num_bits=0)
+    graph, code = written(
+        tracing.trace(*compiled_step(), nn.Module()).module, monkeypatch, num_bits=0
+    )
     assert order_in(code) == letters(graph).replace("c", "") and order_in(code).count("+") == 10
     assert liveness(graph).peak_gathered_numel == 32
 
@@ -799,10 +913,16 @@ def test_inductor_keeps_the_order_that_was_pinned(fake_group: None, monkeypatch:
 def test_the_graph_shown_has_the_collectives_that_inductor_writes(
     stage: int, fake_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the captured graph as scheduled; Inductor schedules one that it has rewritten, where a wait may have moved."""
-    graph, code = written(trace_step((6, 8, 6), stage=stage, tied=False, clip=True).module, monkeypatch, num_bits=0)
+    """It is the captured graph as scheduled; Inductor schedules one that it has
+    rewritten, where a wait may have moved.
+    """
+    graph, code = written(
+        trace_step((6, 8, 6), stage=stage, tied=False, clip=True).module, monkeypatch, num_bits=0
+    )
     shown, order = letters(graph), order_in(code)
-    assert {letter: shown.count(letter) for letter in "+-w"} == {letter: order.count(letter) for letter in "+-w"}
+    assert {letter: shown.count(letter) for letter in "+-w"} == {
+        letter: order.count(letter) for letter in "+-w"
+    }
     assert shown.count("w") >= 5
 
 
@@ -819,7 +939,9 @@ def order_in(code: str) -> str:
 
 
 def test_inductor_runs_what_it_wrote(fake_group: None) -> None:
-    """A step of matrix products and writes into its arguments, which has no kernel of its own."""
+    """A step of matrix products and writes into its arguments, which has no kernel of
+    its own.
+    """
 
     def step(first: Tensor, second: Tensor) -> Tensor:
         product = first @ second
@@ -849,16 +971,22 @@ def channels_last() -> Tensor:
 
 
 def summed_between_tiles(x: Tensor) -> Tensor:
-    """A sum over the innermost of three loops; the outermost (18) is in vectors, too, of which the last is not full."""
+    """A sum over the innermost of three loops; the outermost (18) is in vectors, too,
+    of which the last is not full.
+    """
     gelu = 0.5 * x * (torch.erf(x * 0.7071067811865476) + 1)
     columns = F.pad(gelu.permute(3, 2, 1, 0), (0, 0, 0, 10), value=0.5)
     return F.pad(gelu, (0, 0, 0, 0, 0, 10), value=0.5) @ columns
 
 
-def test_inductor_stores_the_last_tile_of_a_reduction_no_wider_than_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_stores_the_last_tile_of_a_reduction_no_wider_than_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = tracing.trace(summed_between_tiles, (channels_last(),), nn.Module()).module
     _, code = written(module, monkeypatch, num_bits=256)
-    stores = re.findall(r"acc0_vec\.store\(out_ptr0 \+ static_cast<int64_t>\(x0 \+ 18L\*x1\)(.*)\);", code)
+    stores = re.findall(
+        r"acc0_vec\.store\(out_ptr0 \+ static_cast<int64_t>\(x0 \+ 18L\*x1\)(.*)\);", code
+    )
     assert stores == ["", ", static_cast<int64_t>(2L)"]  # 18 are two vectors of 8, and two
 
 

@@ -1,4 +1,6 @@
-"""A captured step is the eager one after any change of a Python value that the model or the loss function reads."""
+"""A captured step is the eager one after any change of a Python value that the model or
+the loss function reads.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class OfClass:
 
 
 class Scale(torch.autograd.Function):
-    """Its backward is not the derivative of its forward, and reads an attribute of the class."""
+    """Its backward is not the derivative of its forward, and reads an attribute of the
+    class.
+    """
 
     factor = 2.0
 
@@ -113,8 +117,16 @@ class Reads(nn.Module):
         self.linear, self.dropout = nn.Linear(16, 16), nn.Dropout(0.0)
         self.factor, self.factors, self.config = 2.0, [2.0], Config()
         self.kept, self.zero, self.hidden = torch.ones(()), 0.0, 2.0
-        self.named, self.large, self.bytes = {"a": 2.0, "b": 3.0}, numpy.full(2**15, 2.0), bytearray([2])
-        self.partly, self.outside, self.helper = partial(by_default, factors=[2.0]), [Outside()], OfClass()
+        self.named, self.large, self.bytes = (
+            {"a": 2.0, "b": 3.0},
+            numpy.full(2**15, 2.0),
+            bytearray([2]),
+        )
+        self.partly, self.outside, self.helper = (
+            partial(by_default, factors=[2.0]),
+            [Outside()],
+            OfClass(),
+        )
         self.strong, self.frozen = Config(), frozenset([Config()])
         self.weak, self.options = ref(self.strong), Options(item=2.0)
         self.options.__dict__["own"] = 2.0
@@ -122,10 +134,23 @@ class Reads(nn.Module):
         self.register_buffer("ones", torch.ones(()))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.linear(helped(x)) * self.factor * self.factors[0] * self.config.factor * self.config.inner.factor
+        x = (
+            self.linear(helped(x))
+            * self.factor
+            * self.factors[0]
+            * self.config.factor
+            * self.config.inner.factor
+        )
         if not self.training:
             x = x + 1
-        x = by_default(self.act(x)) * self.of_class * self.slotted.factor * float(self.array[0]) * self.queue[0] / 2**6
+        x = (
+            by_default(self.act(x))
+            * self.of_class
+            * self.slotted.factor
+            * float(self.array[0])
+            * self.queue[0]
+            / 2**6
+        )
         x = x * self.deep[0][0][0][0][0][0] * getattr(self, "absent", 2.0)
         return nn.functional.mse_loss(self.read(self.scaled(x)), y)
 
@@ -133,7 +158,14 @@ class Reads(nn.Module):
         """Reads from places that no name in the code leads to directly."""
         x = self.partly(self.outside[0](Scale.apply(self.helper.apply(x * self.helper.named))))
         x = x * settings.inner.factor * getattr(settings, "other") * VARIABLE.get() / 2**5  # noqa: B009
-        x = x * float(self.large[-1]) * self.bytes[0] * self.__dict__["hidden"] * math.copysign(1.0, self.zero) / 8
+        x = (
+            x
+            * float(self.large[-1])
+            * self.bytes[0]
+            * self.__dict__["hidden"]
+            * math.copysign(1.0, self.zero)
+            / 8
+        )
         x = x * self.weak().factor * next(iter(self.frozen)).factor / 2**11  # type: ignore[union-attr]
         x = x * self.options.item * self.options.own * self.objects[0].factor / 8
         for tensor in (self.kept, self.linear.weight, self.ones, self.tensors[0]):
@@ -177,7 +209,9 @@ CHANGES: dict[str, Callable[[Reads, Times], None]] = {
     "a submodule's probability": lambda model, _: setattr(model.dropout, "p", 0.5),
     "a tensor": lambda model, _: setattr(model, "kept", torch.full((), 3.0)),
     "a tensor in place": lambda model, _: model.kept.fill_(3.0) and None,
-    "a tensor's dtype": lambda model, _: setattr(model, "kept", torch.full((), 3.0, dtype=torch.float64)),
+    "a tensor's dtype": lambda model, _: setattr(
+        model, "kept", torch.full((), 3.0, dtype=torch.float64)
+    ),
     "a class's attribute": lambda model, _: setattr(Reads, "of_class", 3.0),
     "a class's method": lambda model, _: setattr(Reads, "scaled", lambda self, x: x * 3),
     "an object's method": lambda model, _: setattr(model, "scaled", lambda x: x * 3),
@@ -192,7 +226,9 @@ CHANGES: dict[str, Callable[[Reads, Times], None]] = {
     "a global that a property names": lambda *_: _set(globals(), "RATE", 3.0),
     "an attribute of an autograd.Function": lambda *_: setattr(Scale, "factor", -8.0),
     "a list in a partial": lambda model, _: _set(model.partly.keywords["factors"], 0, 3.0),
-    "a module outside of the model": lambda model, _: setattr(model.outside[0].config, "factor", 3.0),
+    "a module outside of the model": lambda model, _: setattr(
+        model.outside[0].config, "factor", 3.0
+    ),
     "the mode of a module outside": lambda model, _: setattr(model.outside[0].inner, "p", 1.0),
     "a module in a module": lambda *_: setattr(settings.inner, "factor", 3.0),
     "an attribute by getattr": lambda *_: setattr(settings, "other", 3.0),
@@ -208,25 +244,38 @@ CHANGES: dict[str, Callable[[Reads, Times], None]] = {
     "the order of a dict": lambda model, _: _set(model.named, "a", model.named.pop("a")),
     "a variable of the environment": lambda *_: _set(os.environ, "FACTOR", "3.0"),
     "a submodule's class": lambda model, _: setattr(model.act, "__class__", nn.Tanh),
-    "the forward of a class of torch": lambda *_: setattr(nn.Identity, "forward", lambda self, x: x * 3),
+    "the forward of a class of torch": lambda *_: setattr(
+        nn.Identity, "forward", lambda self, x: x * 3
+    ),
     "a function of torch": lambda *_: setattr(torch, "tanh", torch.sin),
     "an attribute of a tensor": lambda model, _: setattr(model.kept, "factor", 3.0),
     "an attribute of a parameter": lambda model, _: setattr(model.linear.weight, "factor", 3.0),
     "an attribute of a buffer": lambda model, _: setattr(model.ones, "factor", 3.0),
     "an attribute of a tensor in a list": lambda model, _: setattr(model.tensors[0], "factor", 3.0),
     "an object in an array": lambda model, _: setattr(model.objects[0], "factor", 3.0),
-    "a hook of all modules": lambda *_: register_module_forward_hook(lambda *of: of[2] * 1.5) and None,
+    "a hook of all modules": lambda *_: (
+        register_module_forward_hook(lambda *of: of[2] * 1.5) and None
+    ),
     "a hook": lambda model, _: model.linear.register_forward_hook(lambda *of: of[2] * 3) and None,
 }
 
 
-def _losses(change: Callable[[Reads, Times], None] | None, options: dict[str, Any]) -> tuple[list[float], int]:
+def _losses(
+    change: Callable[[Reads, Times], None] | None, options: dict[str, Any]
+) -> tuple[list[float], int]:
     """The losses of three steps, and of two after the change; the number of graphs."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("FACTOR", "RATE", "helped"):
             patch.setitem(globals(), name, globals()[name])
-        for owner, name in ((settings, "factor"), (settings, "other"), (settings.inner, "factor"), (OfClass, "factor"),
-                            (Scale, "factor"), (nn.Identity, "forward"), (torch, "tanh")):  # fmt: skip
+        for owner, name in (
+            (settings, "factor"),
+            (settings, "other"),
+            (settings.inner, "factor"),
+            (OfClass, "factor"),
+            (Scale, "factor"),
+            (nn.Identity, "forward"),
+            (torch, "tanh"),
+        ):
             patch.setattr(owner, name, getattr(owner, name))
         patch.setenv("FACTOR", "2.0")
         VARIABLE.set(2.0)
@@ -248,12 +297,15 @@ def _losses(change: Callable[[Reads, Times], None] | None, options: dict[str, An
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_what_the_model_reads_has_the_eager_step_s_effect(change: str) -> None:
-    (eager, _), (compiled, num_graphs) = (_losses(CHANGES[change], options) for options in ({}, AOT))
+    (eager, _), (compiled, num_graphs) = (
+        _losses(CHANGES[change], options) for options in ({}, AOT)
+    )
     assert eager == pytest.approx(compiled, rel=1e-6)
     assert num_graphs == (1 if change in ("a tensor", "a tensor in place") else 2)
     unchanged, _ = _losses(None, {})
     assert eager[:3] == unchanged[:3]
-    assert max(abs(eager[i] - unchanged[i]) for i in (3, 4)) > 1e-3 * unchanged[3]  # a backward counts one step later
+    # a backward counts one step later
+    assert max(abs(eager[i] - unchanged[i]) for i in (3, 4)) > 1e-3 * unchanged[3]
 
 
 def test_settings_of_pytorch_are_read_anew() -> None:
@@ -268,7 +320,9 @@ def test_settings_of_pytorch_are_read_anew() -> None:
 def test_what_a_partial_holds_is_read_anew() -> None:
     losses = []
     for factor in (2.0, 3.0):
-        step = fzero.make_train_step(make(Reads), config(0), loss_fn=partial(times, factor=factor), **AOT)
+        step = fzero.make_train_step(
+            make(Reads), config(0), loss_fn=partial(times, factor=factor), **AOT
+        )
         losses.append(step(step.init(), vectors(0))[1].loss.item())
     assert losses[1] == pytest.approx(1.5 * losses[0])
 
@@ -361,13 +415,18 @@ def test_a_dict_that_makes_its_values_anew_causes_no_capture() -> None:
     assert step.program is not None and len(step.program.compiled.graphs) == 1
 
 
-# --- what a forward changes --------------------------------------------------------------------------------------
+# --- what a forward changes -----------------------------------------------------------------------
 
 
 class Changing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.items, self.named, self.space = nn.Linear(16, 16), list[Any](), dict[str, Any](), Config()
+        self.linear, self.items, self.named, self.space = (
+            nn.Linear(16, 16),
+            list[Any](),
+            dict[str, Any](),
+            Config(),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.mse_loss(self.change(self.linear(x)), y)
@@ -420,7 +479,9 @@ class Draws(Changing):
         self.numbers = type(self).source()
 
     def change(self, x: Tensor) -> Tensor:
-        return x * (next(self.numbers) if hasattr(self.numbers, "__next__") else self.numbers.random())
+        return x * (
+            next(self.numbers) if hasattr(self.numbers, "__next__") else self.numbers.random()
+        )
 
 
 class DrawsOfNumpy(Draws):
@@ -440,18 +501,37 @@ LAST: Any = None
 
 @pytest.mark.parametrize(
     "kind",
-    [Appends, Keeps, KeepsInObject, KeepsObject, KeepsInGlobal, KeepsInClass, Draws, DrawsOfNumpy, Counts, Yields],
+    [
+        Appends,
+        Keeps,
+        KeepsInObject,
+        KeepsObject,
+        KeepsInGlobal,
+        KeepsInClass,
+        Draws,
+        DrawsOfNumpy,
+        Counts,
+        Yields,
+    ],
 )
-def test_contents_that_the_forward_changes_are_refused_and_left_as_they_were(kind: type[Changing]) -> None:
+def test_contents_that_the_forward_changes_are_refused_and_left_as_they_were(
+    kind: type[Changing],
+) -> None:
     model = make(kind)
     step = fzero.make_train_step(model, config(0), **AOT)
     state = step.init()
     for _ in range(2):
         with pytest.raises(
-            fzero.CompileError, match=r"(changes the contents of (model|LAST|OfClass)|stores tensors in a Config)"
+            fzero.CompileError,
+            match=r"(changes the contents of (model|LAST|OfClass)|stores tensors in a Config)",
         ):
             step(state, vectors(0))
-        assert not model.items and not model.named and model.space.factor == 2.0 and not hasattr(model, "output")
+        assert (
+            not model.items
+            and not model.named
+            and model.space.factor == 2.0
+            and not hasattr(model, "output")
+        )
         assert LAST is None and OfClass.factor == 2.0
 
 
@@ -484,8 +564,14 @@ def test_an_attribute_that_the_forward_deletes_is_missing_afterwards() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model.linear.weight.register_hook(lambda grad: grad * 2), "has a gradient hook"),
-        (lambda model: model.linear.register_buffer("late", torch.ones(16)), "'linear.late' was not there"),
+        (
+            lambda model: model.linear.weight.register_hook(lambda grad: grad * 2),
+            "has a gradient hook",
+        ),
+        (
+            lambda model: model.linear.register_buffer("late", torch.ones(16)),
+            "'linear.late' was not there",
+        ),
     ],
     ids=["hook", "buffer"],
 )
@@ -533,7 +619,9 @@ KEPT = [torch.ops.aten.sinc.default, torch.ops.aten.sinc]
 
 
 class NamesOperators(Changing):
-    """Reads a list of operators, as the policy of a selective checkpoint is, whose caches its call fills."""
+    """Reads a list of operators, as the policy of a selective checkpoint is, whose
+    caches its call fills.
+    """
 
     def change(self, x: Tensor) -> Tensor:
         return KEPT[0](x) * len(KEPT)
@@ -559,7 +647,7 @@ def test_the_value_of_a_tensor_that_the_code_holds_is_no_constant() -> None:
         step(step.init(), vectors(0))
 
 
-# --- batches -----------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def test_a_mapping_is_read_as_a_dict_and_an_object_with_tensors_is_refused() -> None:
@@ -591,7 +679,9 @@ def test_the_items_of_a_dict_are_read_in_its_order() -> None:
     x, y = vectors(0)
     losses = []
     for options in ({}, AOT):
-        step = fzero.make_train_step(make(InOrder), config(0), loss_fn=lambda model, batch: model(batch), **options)
+        step = fzero.make_train_step(
+            make(InOrder), config(0), loss_fn=lambda model, batch: model(batch), **options
+        )
         state = step.init()
         losses += [step.evaluate(state, batch) for batch in ({"x": x, "y": y}, {"y": y, "x": x})]
     assert losses[:2] == losses[2:] and losses[0] != losses[1]

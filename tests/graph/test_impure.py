@@ -1,4 +1,6 @@
-"""What a captured step refuses, because its graph would not repeat it; and what is like it and trains as in a plain loop."""
+"""What a captured step refuses, because its graph would not repeat it; and what is like
+it and trains as in a plain loop.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,9 @@ class BufferOfAClass(Toy):
 
 
 REFUSED: dict[type[Toy], str] = {
-    BufferOfAClass: "'mean' is a Tagged, and tensors of all ranks, or in one graph, have no methods",
+    BufferOfAClass: (
+        "'mean' is a Tagged, and tensors of all ranks, or in one graph, have no methods"
+    ),
     SetsData: "'linear.weight': must not be changed in place by the forward",
     SetsDataOfAnActivation: "sets the .data of a tensor",
     Unfreezes: "'frozen.weight': must keep requires_grad in the forward",
@@ -132,7 +136,9 @@ REFUSED: dict[type[Toy], str] = {
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_a_graph_would_not_repeat_is_refused_and_leaves_the_module_as_it_was(kind: type[Toy], stage: int) -> None:
+def test_what_a_graph_would_not_repeat_is_refused_and_leaves_the_module_as_it_was(
+    kind: type[Toy], stage: int
+) -> None:
     model = make(kind)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     step = fzero.make_train_step(model, config(stage), **AOT)
@@ -155,7 +161,9 @@ def test_a_weight_that_a_forward_has_kept_is_refused_in_the_next_capture() -> No
     # In a plain loop it has the values of each update; kept from a graph it has those of its step.
     step = fzero.make_train_step(make(KeepsAWeight), config(3), **AOT)
     state, _ = step(step.init(), torch.ones(2, WIDTH))
-    with pytest.raises(fzero.CompileError, match="keeps the parameter that 'old' was in an earlier step"):
+    with pytest.raises(
+        fzero.CompileError, match="keeps the parameter that 'old' was in an earlier step"
+    ):
         step(state, torch.ones(2, WIDTH))
 
 
@@ -181,7 +189,9 @@ class GoesOnWithItsGenerator(Toy):
 class KeepsATable(Toy):
     def odd(self, x: Tensor) -> Tensor:
         if not hasattr(self, "table"):
-            self.register_buffer("table", torch.arange(4.0) * torch.tensor([1.0, 2.0, 3.0, 4.0]), persistent=False)
+            self.register_buffer(
+                "table", torch.arange(4.0) * torch.tensor([1.0, 2.0, 3.0, 4.0]), persistent=False
+            )
         return x + self.table
 
 
@@ -200,7 +210,10 @@ class AsksElsewhere(Toy):
 def test_what_a_graph_repeats_trains_as_in_a_plain_loop(kind: type[Toy]) -> None:
     cfg = config(3, clip=0.0, optimizer={"type": "SGD", "params": {"lr": 0.125}})
     step, plain, losses = fzero.make_train_step(make(kind), cfg, **AOT), make(kind), []
-    optimizer, state = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.125), step.init()
+    optimizer, state = (
+        torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.125),
+        step.init(),
+    )
     for number in range(3):
         x = torch.full((2, WIDTH), float(number))
         state, metrics = step(state, x)

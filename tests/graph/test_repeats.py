@@ -1,4 +1,6 @@
-"""The updates of equal flat buffers are traced once, and the graph is the one that holds each update as it was traced."""
+"""The updates of equal flat buffers are traced once, and the graph is the one that
+holds each update as it was traced.
+"""
 
 from __future__ import annotations
 
@@ -52,23 +54,35 @@ def frozen_and_wider() -> nn.Sequential:
     return model
 
 
-MODELS = {made.__name__: made for made in (equal, other_attributes, a_shared_weight, a_hook, frozen_and_wider)}
+MODELS = {
+    made.__name__: made
+    for made in (equal, other_attributes, a_shared_weight, a_hook, frozen_and_wider)
+}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 FP32: dict[str, Any] = {"gradient_clipping": 0.1}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True}}
 
 
-def graph_of(make_model: Callable[[], nn.Module], stage: int, keys: dict[str, Any], optimizer: dict[str, Any]) -> str:
+def graph_of(
+    make_model: Callable[[], nn.Module], stage: int, keys: dict[str, Any], optimizer: dict[str, Any]
+) -> str:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    cfg = {"train_micro_batch_size_per_gpu": 4, "optimizer": optimizer, "zero_optimization": zero, **keys}
+    cfg = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": optimizer,
+        "zero_optimization": zero,
+        **keys,
+    }
     dtype = torch.bfloat16 if "bf16" in keys else torch.float16 if "fp16" in keys else torch.float32
     step = fzero.make_train_step(
         make_model(), cfg, loss_fn=lambda m, x: m(x.to(dtype)).float().square().mean(), units=["?"],
         mesh=fzero.comms.AbstractAxis("data", 2),
     )  # fmt: skip
     (captured,) = step.trace(torch.randn(4, WIDTH))
-    return "\n".join(f"{node.format_node()} {node.meta.get('custom')}" for node in captured.graph.nodes)
+    return "\n".join(
+        f"{node.format_node()} {node.meta.get('custom')}" for node in captured.graph.nodes
+    )
 
 
 class Calls(Repeats):
@@ -98,12 +112,21 @@ class Always(Repeats):
         *((model, 3, BF16, ADAMW) for model in MODELS),
         ("equal", 0, FP32, ADAMW),
         ("equal", 1, FP16, ADAMW),
-        ("equal", 2, FP32, {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}}),
+        (
+            "equal",
+            2,
+            FP32,
+            {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}},
+        ),
         ("equal", 3, FP32, {"type": "Adagrad", "params": {"lr": 0.1}}),
     ],
 )
 def test_a_repeated_update_has_the_nodes_that_its_own_trace_has(
-    model: str, stage: int, keys: dict[str, Any], optimizer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: str,
+    stage: int,
+    keys: dict[str, Any],
+    optimizer: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     args = MODELS[model], stage, keys, optimizer
     monkeypatch.setattr(step_functions, "Repeats", Always)
@@ -111,8 +134,17 @@ def test_a_repeated_update_has_the_nodes_that_its_own_trace_has(
     monkeypatch.setattr(step_functions, "Repeats", Calls)
     Calls.num_traced = Calls.num_calls = 0
     assert graph_of(*args) == expected
-    num_kinds = {"equal": 1, "other_attributes": 1, "a_hook": 1, "a_shared_weight": 2, "frozen_and_wider": 2}[model]
-    assert (Calls.num_traced, Calls.num_calls) == (num_kinds, NUM_BLOCKS - (model == "frozen_and_wider"))
+    num_kinds = {
+        "equal": 1,
+        "other_attributes": 1,
+        "a_hook": 1,
+        "a_shared_weight": 2,
+        "frozen_and_wider": 2,
+    }[model]
+    assert (Calls.num_traced, Calls.num_calls) == (
+        num_kinds,
+        NUM_BLOCKS - (model == "frozen_and_wider"),
+    )
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, {"type": "Lamb", "params": {"lr": 0.1}}])

@@ -1,4 +1,6 @@
-"""The law of the table of `transformers_models`: `compile="step"` trains each class as a plain loop does."""
+"""The law of the table of `transformers_models`: `compile="step"` trains each class as
+a plain loop does.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ SEED = int(os.environ.get("ZOO_SEED", "0"))
 DRAWN = random.Random(SEED).sample(sorted(TABLE), 12)
 """Inductor takes up to a minute for each; `make nightly` draws others."""
 
-FAST = ["LlamaForCausalLM", "T5ForConditionalGeneration", "BertForMaskedLM", "ViTForImageClassification"]
+FAST = [
+    "LlamaForCausalLM",
+    "T5ForConditionalGeneration",
+    "BertForMaskedLM",
+    "ViTForImageClassification",
+]
 
 
 def curves(name: str, stage: int, backend: str) -> tuple[list[Any], list[Any]]:
@@ -31,7 +38,9 @@ def curves(name: str, stage: int, backend: str) -> tuple[list[Any], list[Any]]:
         optimizer.zero_grad()
         loss = model(**row.batch(index)).loss
         loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in model.parameters() if p.grad is not None]
+        )
         expected.append((loss.item(), norm.item()))
         optimizer.step()
     torch.manual_seed(0)

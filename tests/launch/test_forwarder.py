@@ -1,4 +1,6 @@
-"""The laws of the stream of all ranks' errors: no line is lost or changes its place, and an equal error is shown once."""
+"""The laws of the stream of all ranks' errors: no line is lost or changes its place,
+and an equal error is shown once.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,30 @@ from fzero.launch.forwarder import BEGINS, OF_TORCH, Forwarder
 BEGIN = "Traceback (most recent call last):"
 SAME = re.compile(r"has the error of rank (\d+), in the same (\d+) lines")
 
-frames = st.lists(st.sampled_from(['  File "a.py", line 3, in f', "    g()", "      ^^^"]), min_size=1, max_size=3)
-errors = st.sampled_from([["ValueError: a"], ["ValueError: b"], ["ValueError: a", "more"], ["E: a", "  more"]])
+frames = st.lists(
+    st.sampled_from(['  File "a.py", line 3, in f', "    g()", "      ^^^"]), min_size=1, max_size=3
+)
+errors = st.sampled_from(
+    [["ValueError: a"], ["ValueError: b"], ["ValueError: a", "more"], ["E: a", "  more"]]
+)
 
 
 @st.composite
 def blocks(draw: st.DrawFn) -> list[str]:
     """The lines of a traceback, perhaps with its cause."""
     block = [BEGIN, *draw(frames), *draw(errors)]
-    return [*block, "", "During handling:", "", *draw(blocks())] if draw(st.integers(0, 4)) == 0 else block
+    return (
+        [*block, "", "During handling:", "", *draw(blocks())]
+        if draw(st.integers(0, 4)) == 0
+        else block
+    )
 
 
 @st.composite
 def streams(draw: st.DrawFn) -> list[list[str]]:
-    """The lines of each rank: plain ones, those that C++ logs, and errors, of which ranks have some in common."""
+    """The lines of each rank: plain ones, those that C++ logs, and errors, of which
+    ranks have some in common.
+    """
     common = draw(st.lists(blocks(), min_size=1, max_size=2))
     plain = st.sampled_from([["step 1"], ["  indented"], ["[W1127 10:05 x.cpp:1] late"], [""]])
     part = st.one_of(plain, st.sampled_from(common), blocks())
@@ -56,9 +68,16 @@ def shown(writes: list[tuple[int, str] | None], pause: float = -1.0) -> list[str
     return to.getvalue().splitlines()
 
 
-def mixed(of_ranks: list[list[str]], chance: Random, *, pauses: bool) -> list[tuple[int, str] | None]:
-    """The lines of all ranks as they may come: a log may also be read before a line has ended."""
-    left, writes = {rank: [*lines] for rank, lines in enumerate(of_ranks)}, list[tuple[int, str] | None]()
+def mixed(
+    of_ranks: list[list[str]], chance: Random, *, pauses: bool
+) -> list[tuple[int, str] | None]:
+    """The lines of all ranks as they may come: a log may also be read before a line has
+    ended.
+    """
+    left, writes = (
+        {rank: [*lines] for rank, lines in enumerate(of_ranks)},
+        list[tuple[int, str] | None](),
+    )
     while any(left.values()):
         rank = chance.choice([rank for rank, lines in left.items() if lines])
         line = left[rank].pop(0) + "\n"
@@ -69,7 +88,9 @@ def mixed(of_ranks: list[list[str]], chance: Random, *, pauses: bool) -> list[tu
 
 
 @given(streams(), st.integers(0, 99))
-def test_no_line_of_a_rank_is_lost_or_changes_its_place(of_ranks: list[list[str]], seed: int) -> None:
+def test_no_line_of_a_rank_is_lost_or_changes_its_place(
+    of_ranks: list[list[str]], seed: int
+) -> None:
     writes = mixed(of_ranks, Random(seed), pauses=True)
     rest = {rank: [*lines] for rank, lines in enumerate(of_ranks)}
     for line in shown(writes):
@@ -124,15 +145,20 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("kind", "counts"), [("alike", {"of all ranks": 2}), ("one", {"of rank 0": 2})])
-def test_a_job_shows_an_error_once_and_names_the_rank(tmp_path: Path, kind: str, counts: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "counts"), [("alike", {"of all ranks": 2}), ("one", {"of rank 0": 2})]
+)
+def test_a_job_shows_an_error_once_and_names_the_rank(
+    tmp_path: Path, kind: str, counts: dict[str, int]
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "fzero", "--num_procs", "2", str(script), kind]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     for text, number in counts.items():
-        assert ended.stderr.count(text) == number, ended.stderr  # the line of the script, and the error
+        # the line of the script, and the error
+        assert ended.stderr.count(text) == number, ended.stderr
     assert "ended with code 1, so the job has been ended; its error is above" in ended.stderr
     assert all(f"[rank {rank}] before {rank}\n" in ended.stderr for rank in (0, 1))
 

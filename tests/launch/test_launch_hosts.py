@@ -1,6 +1,8 @@
-"""The laws of jobs on many hosts: two hosts are made here, loopback addresses with an sshd of their own, and jobs run on them.
+"""The laws of jobs on many hosts: two hosts are made here, loopback addresses with an
+sshd of their own, and jobs run on them.
 
-What needs a program that is not installed is skipped: sshd, pdsh, mpirun (Debian: openssh-server, pdsh, openmpi-bin).
+What needs a program that is not installed is skipped: sshd, pdsh, mpirun (Debian:
+openssh-server, pdsh, openmpi-bin).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import pytest
 from test_launch import RANK, assert_none_left, processes_of, wait_for
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
-ALL_HEAR_OF_IT = 30  # seconds after which nothing of a job is left: ours are 3 + 10, and the machine may be busy
+# seconds after which nothing of a job is left: ours are 3 + 10, and the machine may be busy
+ALL_HEAR_OF_IT = 30
 SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin"
 
 
@@ -56,10 +59,23 @@ class Hosts:
             f"--launcher_args={args}",
         ]
 
-    def start(self, folder: Path, scenario: str, launcher: str, *flags: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "fzero", *self.flags(launcher), *flags, str(RANK), scenario, str(folder)]
+    def start(
+        self, folder: Path, scenario: str, launcher: str, *flags: str
+    ) -> subprocess.Popen[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "fzero",
+            *self.flags(launcher),
+            *flags,
+            str(RANK),
+            scenario,
+            str(folder),
+        ]
         env = os.environ | {"PDSH_SSH_ARGS_APPEND": f"-F {self.config}", "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +85,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         pytest.skip("ssh or sshd is not installed, so there are no hosts to start ranks on")
     folder = tmp_path_factory.mktemp("hosts")
     for key in ("host_key", "key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True
+        )
     try:
         with socket.socket() as probe:
             probe.bind((HOSTS[1], 0))
@@ -78,12 +96,13 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         pytest.skip(f"this machine has no address {HOSTS[1]}")
     listen = "\n".join(f"ListenAddress {host}" for host in HOSTS)
     (folder / "sshd_config").write_text(
-        f"Port {port}\n{listen}\nHostKey {folder}/host_key\nAuthorizedKeysFile {folder}/key.pub\nStrictModes no\n"
-        f"PidFile none\nUsePAM no\nPasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+        f"Port {port}\n{listen}\nHostKey {folder}/host_key\nAuthorizedKeysFile "
+        f"{folder}/key.pub\nStrictModes no\nPidFile none\nUsePAM no\nPasswordAuthentication "
+        f"no\nPermitRootLogin prohibit-password\n"
     )
     (folder / "config").write_text(
-        f"Host *\nPort {port}\nIdentityFile {folder}/key\nIdentitiesOnly yes\nStrictHostKeyChecking no\n"
-        f"UserKnownHostsFile {folder}/known\nLogLevel ERROR\n"
+        f"Host *\nPort {port}\nIdentityFile {folder}/key\nIdentitiesOnly "
+        f"yes\nStrictHostKeyChecking no\nUserKnownHostsFile {folder}/known\nLogLevel ERROR\n"
     )
     (folder / "hosts").write_text("".join(f"{host} slots=1\n" for host in HOSTS))
     if os.getuid() == 0:
@@ -110,7 +129,9 @@ def losses_of_one_machine(tmp_path_factory: pytest.TempPathFactory) -> list[str]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_hosts_learn_what_one_machine_learns_bit_for_bit(hosts, losses_of_one_machine, tmp_path, launcher):
+def test_two_hosts_learn_what_one_machine_learns_bit_for_bit(
+    hosts, losses_of_one_machine, tmp_path, launcher
+):
     job = hosts.start(tmp_path, "train", launcher)  # after the check of hosts, where there is one
     _, errors = job.communicate(timeout=120)
     assert job.returncode == 0, errors
@@ -130,7 +151,9 @@ def test_the_ranks_of_all_hosts_import_fzero_as_deepspeed(hosts, tmp_path, launc
 
 
 @pytest.mark.parametrize("launcher", WITH_AGENTS)
-def test_a_rank_that_fails_ends_the_ranks_of_all_hosts_and_is_reported_once(hosts, tmp_path, launcher):
+def test_a_rank_that_fails_ends_the_ranks_of_all_hosts_and_is_reported_once(
+    hosts, tmp_path, launcher
+):
     job = hosts.start(tmp_path, "exits", launcher, "--no_ssh_check")
     output, errors = job.communicate(timeout=90)
     assert job.returncode == 7, errors
@@ -140,7 +163,9 @@ def test_a_rank_that_fails_ends_the_ranks_of_all_hosts_and_is_reported_once(host
 
 
 @pytest.mark.parametrize("launcher", WITH_AGENTS)
-def test_the_ranks_of_all_hosts_end_when_the_one_who_started_them_is_killed(hosts, tmp_path, launcher):
+def test_the_ranks_of_all_hosts_end_when_the_one_who_started_them_is_killed(
+    hosts, tmp_path, launcher
+):
     job = hosts.start(tmp_path, "sleeps", launcher, "--no_ssh_check")
     wait_for(*(tmp_path / f"started.{rank}" for rank in range(2)))
     job.kill()
@@ -155,7 +180,8 @@ def test_a_host_that_dies_ends_the_job_on_the_others(hosts, tmp_path):
     (agent,) = [
         process
         for process in processes_of(tmp_path)
-        if "--node_rank=1" in process.info["cmdline"] and "fzero.launch.agent" in process.info["cmdline"]
+        if "--node_rank=1" in process.info["cmdline"]
+        and "fzero.launch.agent" in process.info["cmdline"]
     ]
     for process in [agent, *agent.children(recursive=True)]:
         process.kill()

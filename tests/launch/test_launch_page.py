@@ -1,4 +1,6 @@
-"""What docs/launching.md shows is what is printed: each worked example is run with `--dry_run`."""
+"""What docs/launching.md shows is what is printed: each worked example is run with
+`--dry_run`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ EXAMPLES = re.findall(r"^\$ fzero (.*--dry_run.*)\n((?:(?!```).*\n)+)", PAGE, fl
 HOSTS = re.search(r"^```\n(# hosts.*?)```", PAGE, flags=re.MULTILINE | re.DOTALL)
 
 
-def printed(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def printed(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
     """What a command prints on a machine of 64 cores, in the folder /home/me."""
     for name in [*os.environ]:
         if name.startswith(("GLIBC", *FORWARDED)):
@@ -33,10 +37,14 @@ def printed(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     (folder / "hosts").write_text(HOSTS[1])
     assert main(shlex.split(command)) == 0
     shown = capsys.readouterr().out.replace(sys.executable, "/usr/bin/python3")
-    return shown.replace(str(Path(feed.__file__).parents[1]), "/usr/lib/python3/dist-packages/fzero")
+    return shown.replace(
+        str(Path(feed.__file__).parents[1]), "/usr/lib/python3/dist-packages/fzero"
+    )
 
 
-@pytest.mark.parametrize(("command", "shown"), EXAMPLES, ids=[command[:60] for command, _ in EXAMPLES])
+@pytest.mark.parametrize(
+    ("command", "shown"), EXAMPLES, ids=[command[:60] for command, _ in EXAMPLES]
+)
 def test_the_page_shows_what_is_printed(command, shown, tmp_path, monkeypatch, capsys):
     assert printed(command, tmp_path, monkeypatch, capsys) == shown
 

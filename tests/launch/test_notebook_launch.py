@@ -1,4 +1,6 @@
-"""`notebook_launch`: functions that no pickle could send run as ranks of a job; failures name the rank; no process is left."""
+"""`notebook_launch`: functions that no pickle could send run as ranks of a job;
+failures name the rank; no process is left.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ import fzero
 from fzero.launch import notebook_launch
 
 
-def test_a_closure_over_a_local_class_trains_on_real_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_closure_over_a_local_class_trains_on_real_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     torch.manual_seed(0)
 
     class Model(nn.Linear):  # as one of a cell: it cannot be imported
@@ -42,7 +46,9 @@ def test_a_closure_over_a_local_class_trains_on_real_ranks(capsys: pytest.Captur
         for name, value in alone["weights"].items():
             assert torch.allclose(one["weights"][name], value, atol=1e-6)
     lines = capsys.readouterr().out.splitlines()
-    assert {line for line in lines if "thread" in line} >= {f"[rank {n}] rank {n} of 2: 1 thread" for n in range(2)}
+    assert {line for line in lines if "thread" in line} >= {
+        f"[rank {n}] rank {n} of 2: 1 thread" for n in range(2)
+    }
 
 
 def _waits(value: Any = None) -> None:
@@ -66,11 +72,15 @@ def test_a_rank_that_fails_is_named_and_ends_the_others() -> None:
         notebook_launch(_waits)
     with pytest.raises(RuntimeError, match="rank 1 ended with exit code -9 and returned nothing"):
         notebook_launch(_waits, lambda: os.kill(os.getpid(), 9))
-    assert not [process for process in multiprocessing.active_children() if process.name.startswith("rank ")]
+    assert not [
+        process for process in multiprocessing.active_children() if process.name.startswith("rank ")
+    ]
 
 
 def test_what_cannot_be_sent_back_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"what fn returned cannot be sent back \((.|\n)*return numbers, tensors"):
+    with pytest.raises(
+        RuntimeError, match=r"what fn returned cannot be sent back \((.|\n)*return numbers, tensors"
+    ):
         notebook_launch(lambda: lambda: 1, num_procs=1)
 
 
@@ -84,7 +94,9 @@ def test_a_large_result_and_many_lines_come_back_whole(capsys: pytest.CaptureFix
     (found,) = notebook_launch(prints, num_procs=1)
     assert torch.equal(found, torch.arange(1 << 20))
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"[rank 0] line {number}" for number in range(5000)] + ["[rank 0] no end of line"]
+    assert lines == [f"[rank 0] line {number}" for number in range(5000)] + [
+        "[rank 0] no end of line"
+    ]
 
 
 def test_a_place_where_a_fork_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +114,9 @@ def test_a_place_where_a_fork_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_notebook_that_has_computed_with_threads_can_still_launch() -> None:
-    """OpenMP's threads of the parent do not exist in a fork, which would wait for them for ever."""
+    """OpenMP's threads of the parent do not exist in a fork, which would wait for them
+    for ever.
+    """
     program = """
 import torch, fzero
 torch.set_num_threads(2)
@@ -116,5 +130,7 @@ def work():
 
 print(fzero.notebook_launch(work, num_procs=2))
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
     assert ended.stdout == "[2, 2]\n"

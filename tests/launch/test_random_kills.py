@@ -1,7 +1,8 @@
-"""The laws of an elastic job: whatever dies and when, the numbers are those of a run that was stopped at the same steps.
+"""The laws of an elastic job: whatever dies and when, the numbers are those of a run
+that was stopped at the same steps.
 
-Real jobs of `fzero`, whose ranks and hosts are killed at random moments. Two agents on this machine, each reported that it is
-another host, are two hosts without ssh.
+Real jobs of `fzero`, whose ranks and hosts are killed at random moments. Two agents on
+this machine, each reported that it is another host, are two hosts without ssh.
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ RANK = Path(elastic_rank.__file__)
 def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "fzero", *flags, "--max_restarts", "5", str(RANK), str(folder)]
     return subprocess.Popen(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
 def wait_for_step(folder: Path, job: subprocess.Popen[str], attempt: int, number: int) -> bool:
-    """Waits until the ranks of a start have made so many steps; whether the job still runs then."""
+    """Waits until the ranks of a start have made so many steps; whether the job still
+    runs then.
+    """
     deadline = time.monotonic() + SECONDS
     while job.poll() is None:
         path = folder / "progress"
@@ -51,7 +58,9 @@ def end_of(job: subprocess.Popen[str]) -> None:
 
 def segments(folder: Path) -> list[tuple[int, int]]:
     """Each start of the job: on how many ranks, and from which step."""
-    return [tuple(map(int, line.split())) for line in (folder / "segments").read_text().splitlines()]  # type: ignore[misc]
+    return [
+        tuple(map(int, line.split())) for line in (folder / "segments").read_text().splitlines()
+    ]  # type: ignore[misc]
 
 
 def undisturbed(folder: Path, stop: int) -> dict[str, torch.Tensor]:
@@ -59,7 +68,9 @@ def undisturbed(folder: Path, stop: int) -> dict[str, torch.Tensor]:
 
 
 def assert_as_if_stopped(folder: Path, ranks: RankPool) -> None:
-    """The final weights are, bit for bit, those of a run that was stopped where this one was saved, and started again."""
+    """The final weights are, bit for bit, those of a run that was stopped where this
+    one was saved, and started again.
+    """
     found, ran, other = torch.load(folder / "weights.pt"), segments(folder), folder / "other"
     other.mkdir()
     weights = {}
@@ -83,18 +94,28 @@ def kill_ranks(folder: Path, ranks: RankPool, seed: int, num_kills: int) -> None
     finally:
         job.kill()
     starts = segments(folder)
-    assert len(starts) > 1 and all(world_size == 3 and number % EVERY == 0 for world_size, number in starts)
+    assert len(starts) > 1 and all(
+        world_size == 3 and number % EVERY == 0 for world_size, number in starts
+    )
     assert_as_if_stopped(folder, ranks)
 
 
 def kill_a_host(folder: Path, ranks: RankPool, seed: int) -> None:
-    """Host 127.0.0.2 is killed with all that runs on it, and the other goes on alone with the same global batch."""
+    """Host 127.0.0.2 is killed with all that runs on it, and the other goes on alone
+    with the same global batch.
+    """
     draw = random.Random(seed)
     (folder / "hosts").write_text("127.0.0.1 slots=2\n127.0.0.2 slots=1\n")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = [f"--hostfile={folder}/hosts", "--nnodes=1:2", f"--master_port={port}", "--no_ssh", "--wait_for_hosts=20"]
+    flags = [
+        f"--hostfile={folder}/hosts",
+        "--nnodes=1:2",
+        f"--master_port={port}",
+        "--no_ssh",
+        "--wait_for_hosts=20",
+    ]
     hosts = [start(folder, *flags, "--node_rank=0")]
     try:
         deadline = time.monotonic() + SECONDS

@@ -1,8 +1,10 @@
-"""A law of drawn models: each trains as in a plain loop in every runner, also if it is edited between two steps, or is refused.
+"""A law of drawn models: each trains as in a plain loop in every runner, also if it is
+edited between two steps, or is refused.
 
-A model is a chain of parts, each with a peculiarity of ordinary code. It trains on one rank, on two or three processes, or
-on as many simulated ranks. `DRAWS` and `ZOO_SEED` set how many are drawn, and from which seed.
-`python tests/laws/test_drawn_models.py` prints what became of each.
+A model is a chain of parts, each with a peculiarity of ordinary code. It trains on one
+rank, on two or three processes, or on as many simulated ranks. `DRAWS` and `ZOO_SEED`
+set how many are drawn, and from which seed. `python tests/laws/test_drawn_models.py`
+prints what became of each.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ LR = 2.0**-5
 """A power of two: an update in a graph has the bits of the eager one."""
 
 
-# --- parts: (rows, length, width) → the same shape -------------------------------------------------------------------
+# --- parts: (rows, length, width) → the same shape ------------------------------------------------
 
 
 class Residual(nn.Module):
@@ -128,7 +130,9 @@ class Counting(nn.Module):
 
 
 class OwnParameters(nn.Module):
-    """Parameters in lists and dictionaries, one of no dimension, one that nothing reads."""
+    """Parameters in lists and dictionaries, one of no dimension, one that nothing
+    reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +177,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x).softmax(-1)
         return sum(
-            (weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts)), start=torch.zeros_like(x)
+            (weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts)),
+            start=torch.zeros_like(x),
         )
 
 
@@ -183,7 +188,9 @@ class Mapped(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.func.vmap(lambda row: torch.einsum("lw,vw->lv", row, self.linear.weight))(x)
+        out: Tensor = torch.func.vmap(
+            lambda row: torch.einsum("lw,vw->lv", row, self.linear.weight)
+        )(x)
         return out + self.linear.bias
 
 
@@ -232,7 +239,9 @@ def parametrized() -> nn.Module:
 
 
 PARTS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)),
+    "linear": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+    ),
     "norm": lambda: nn.LayerNorm(WIDTH),
     "rms": lambda: nn.RMSNorm(WIDTH),
     "batch norm": Norm,
@@ -266,7 +275,9 @@ class Chain(nn.Module):
     def __init__(self, names: tuple[str, ...], *, is_tied: bool, repeats: int) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(nn.Sequential(*(PARTS[name]() for name in names)) for _ in range(repeats))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(PARTS[name]() for name in names)) for _ in range(repeats)
+        )
         self.head = nn.Linear(WIDTH, WIDTH)
         if is_tied:
             self.head.weight = self.stem.weight
@@ -279,7 +290,7 @@ class Chain(nn.Module):
         return out
 
 
-# --- the loop: losses, edits ----------------------------------------------------------------------------------------
+# --- the loop: losses, edits ----------------------------------------------------------------------
 
 
 def squares(model: nn.Module, batch: Any) -> Tensor:
@@ -288,7 +299,9 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
 
 def with_weights(model: nn.Module, batch: Any) -> Tensor:
     """A penalty on the model's own weights."""
-    penalty = sum(param.square().sum() for name, param in model.named_parameters() if "head" in name)
+    penalty = sum(
+        param.square().sum() for name, param in model.named_parameters() if "head" in name
+    )
     return squares(model, batch) + 2.0**-7 * penalty
 
 
@@ -376,7 +389,8 @@ class Draw(NamedTuple):
             world_size=choose.choice([1, 2, 2, 3]),
             ranks="real",
         )
-        if draw.world_size > 1 and choose.random() < 0.4:  # simulated ranks have no engine, graphs or edits
+        # simulated ranks have no engine, graphs or edits
+        if draw.world_size > 1 and choose.random() < 0.4:
             draw = draw._replace(ranks="lockstep", api="step", runner="eager", edit="none")
         return draw
 
@@ -388,13 +402,18 @@ class Draw(NamedTuple):
 def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1 + rank)
     return [
-        (torch.randn(ROWS, LENGTH, WIDTH, generator=generator), torch.randn(ROWS, LENGTH, WIDTH, generator=generator))
+        (
+            torch.randn(ROWS, LENGTH, WIDTH, generator=generator),
+            torch.randn(ROWS, LENGTH, WIDTH, generator=generator),
+        )
         for _ in range(STEPS)
     ]
 
 
 class Result(NamedTuple):
-    """What a rank found: losses, weights and buffers; and the random state that it began with."""
+    """What a rank found: losses, weights and buffers; and the random state that it
+    began with.
+    """
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -403,9 +422,13 @@ class Result(NamedTuple):
 
 
 def plainly(draw: Draw, rngs: list[Tensor]) -> Result:
-    """The oracle: a model for each rank, one after the other; means of gradients and buffers. An edit comes before step 3."""
+    """The oracle: a model for each rank, one after the other; means of gradients and
+    buffers. An edit comes before step 3.
+    """
     models, losses, rngs = [draw.model() for _ in rngs], list[float](), list(rngs)
-    sgds = [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR) for model in models]
+    sgds = [
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR) for model in models
+    ]
     for index in range(STEPS):
         loss_sum = 0.0
         for rank, model in enumerate(models):
@@ -413,7 +436,9 @@ def plainly(draw: Draw, rngs: list[Tensor]) -> Result:
             if index == 2:
                 EDITS[draw.edit](model)
                 sgds[rank] = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR)
-            for x, y in zip(*(t.chunk(draw.num_micro_steps) for t in batches(rank)[index]), strict=True):
+            for x, y in zip(
+                *(t.chunk(draw.num_micro_steps) for t in batches(rank)[index]), strict=True
+            ):
                 loss = LOSSES[draw.loss](model, (x, y))
                 (loss / draw.num_micro_steps).backward()
                 loss_sum += loss.item() / draw.num_micro_steps / len(models)
@@ -421,9 +446,9 @@ def plainly(draw: Draw, rngs: list[Tensor]) -> Result:
         losses.append(loss_sum)
         for params in zip(*(model.parameters() for model in models), strict=True):
             if any(p.grad is not None for p in params):
-                mean = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]).mean(
-                    0
-                )
+                mean = torch.stack(
+                    [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
+                ).mean(0)
                 for p in params:
                     p.grad = mean.clone()
         with torch.no_grad():
@@ -435,7 +460,9 @@ def plainly(draw: Draw, rngs: list[Tensor]) -> Result:
         for sgd in sgds:
             sgd.step()
             sgd.zero_grad()
-    return Result(losses, {name: x.detach().clone() for name, x in models[0].state_dict().items()}, rngs[0])
+    return Result(
+        losses, {name: x.detach().clone() for name, x in models[0].state_dict().items()}, rngs[0]
+    )
 
 
 def config(draw: Draw) -> dict[str, Any]:
@@ -450,7 +477,9 @@ def config(draw: Draw) -> dict[str, Any]:
 
 def by_step(draw: Draw) -> Result:
     model = draw.model()
-    how: dict[str, Any] = {} if draw.runner == "eager" else {"compile": draw.runner, "compile_backend": "aot_eager"}
+    how: dict[str, Any] = (
+        {} if draw.runner == "eager" else {"compile": draw.runner, "compile_backend": "aot_eager"}
+    )
     step = fzero.make_train_step(model, config(draw), loss_fn=LOSSES[draw.loss], **how)
     state, losses = step.init(), list[float]()
     rng = state.rng["cpu"].clone()
@@ -487,7 +516,9 @@ def in_lockstep(draw: Draw) -> list[Result]:
     state = ranks.init()
     rngs = [one.rng["cpu"].clone() for one in fzero.simulation.unstacked(state, draw.world_size)]
     for batch in zip(*(batches(rank) for rank in range(draw.world_size)), strict=True):
-        state, metrics = ranks(state, tuple(torch.stack(parts) for parts in zip(*batch, strict=True)))
+        state, metrics = ranks(
+            state, tuple(torch.stack(parts) for parts in zip(*batch, strict=True))
+        )
         losses.append(metrics.loss.item())
     return [Result(losses, ranks.gather(state), rng) for rng in rngs]
 
@@ -501,7 +532,9 @@ def on_rank(draw: Draw) -> Result:
 
 
 def run(draw: Draw, ranks: RankPool) -> list[Result]:
-    """The results of all ranks. Raises the error of the first rank that raises one of its own."""
+    """The results of all ranks. Raises the error of the first rank that raises one of
+    its own.
+    """
     if draw.world_size == 1:
         return [on_rank(draw)]
     if draw.ranks == "lockstep":
@@ -509,7 +542,9 @@ def run(draw: Draw, ranks: RankPool) -> list[Result]:
     try:
         return ranks(draw.world_size, on_rank, draw)
     except RankError as error:
-        own = [e for e in error.errors if e is not None and not isinstance(e, fzero.CollectiveError)]
+        own = [
+            e for e in error.errors if e is not None and not isinstance(e, fzero.CollectiveError)
+        ]
         raise (own or [error])[0] from None
 
 
@@ -528,10 +563,17 @@ def verdict(draw: Draw, ranks: RankPool) -> str:
         return f"refused: {text}" if is_own else f"WRONG, a foreign error: {text}"
     expected = plainly(draw, [one.rng for one in found])
     losses = [sum(each) / len(found) for each in zip(*(one.losses for one in found), strict=True)]
-    drift = max((abs(a - b) / max(abs(b), 1e-9) for a, b in zip(losses, expected.losses, strict=True)), default=0.0)
+    drift = max(
+        (abs(a - b) / max(abs(b), 1e-9) for a, b in zip(losses, expected.losses, strict=True)),
+        default=0.0,
+    )
     first, wanted = found[0].weights, expected.weights
     named = {name for name in wanted if name in first}
-    far = [n for n in named if not torch.allclose(first[n].double(), wanted[n].double(), rtol=2e-4, atol=2e-5)]
+    far = [
+        n
+        for n in named
+        if not torch.allclose(first[n].double(), wanted[n].double(), rtol=2e-4, atol=2e-5)
+    ]
     apart = [n for n in named for one in found if not torch.equal(one.weights[n], first[n])]
     if drift < 1e-4 and not far and not apart and named == set(wanted):
         return "alike"
@@ -539,12 +581,17 @@ def verdict(draw: Draw, ranks: RankPool) -> str:
     if warned and draw.edit != "none":
         return f"warned: {warned[0]}"
     missing = sorted(set(wanted) - named)
-    return f"WRONG, losses differ by {drift:.1e}, weights {far[:3]}, apart {apart[:3]}, missing {missing[:3]}, {warned[:2]}"
+    return (
+        f"WRONG, losses differ by {drift:.1e}, weights {far[:3]}, apart {apart[:3]}, missing "
+        f"{missing[:3]}, {warned[:2]}"
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", range(DRAWS))
-def test_a_drawn_model_trains_as_in_a_plain_loop_or_is_refused(number: int, ranks: RankPool) -> None:
+def test_a_drawn_model_trains_as_in_a_plain_loop_or_is_refused(
+    number: int, ranks: RankPool
+) -> None:
     draw = Draw.of(1000 * SEED + number)
     found = verdict(draw, ranks)
     assert not found.startswith("WRONG"), f"{draw}: {found}"

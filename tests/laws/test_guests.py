@@ -1,7 +1,9 @@
-"""The core names no guest: a walk over the syntax trees of the rooms through which every step goes.
+"""The core names no guest: a walk over the syntax trees of the rooms through which
+every step goes.
 
-A guest is a capability with a room of its own. It reaches the core as a value that answers a protocol (a `Program`, a `Job`, an
-`Observer`). So a new guest changes no file of the core, and a reader of the core meets none.
+A guest is a capability with a room of its own. It reaches the core as a value that
+answers a protocol (a `Program`, a `Job`, an `Observer`). So a new guest changes no file
+of the core, and a reader of the core meets none.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ class Guest(NamedTuple):
     """The words that name a guest in code.
 
     Attributes:
-        words: parts of names (of `num_stages` these are "num", "stages", and "num_stages" itself), and texts that code compares.
+        words: parts of names (of `num_stages` these are "num", "stages", and
+            "num_stages" itself), and texts that code compares.
         doors: the names that pass the guest on unread, each as "module: name".
         means_another: names with one of the words that mean something else.
     """
@@ -41,17 +44,35 @@ GUESTS = {
     "generation": Guest(frozenset({"generate", "generates", "generating", "generation"})),
     "the tuner": Guest(frozenset({"tuner", "tuning", "autotuner", "autotuning"})),
     "activation checkpointing": Guest(
-        frozenset({"checkpoint", "checkpoints", "checkpointing", "checkpointed", "cpu_checkpointing"}),
-        doors=frozenset({"fzero.step: checkpoint"}),  # the public argument, which becomes a transform
+        frozenset(
+            {"checkpoint", "checkpoints", "checkpointing", "checkpointed", "cpu_checkpointing"}
+        ),
+        # the public argument, which becomes a transform
+        doors=frozenset({"fzero.step: checkpoint"}),
     ),
     "compression": Guest(
         frozenset(
-            {"compress", "compresses", "compressed", "compression", "prune", "pruned", "pruning", "scores", "scored"}
+            {
+                "compress",
+                "compresses",
+                "compressed",
+                "compression",
+                "prune",
+                "pruned",
+                "pruning",
+                "scores",
+                "scored",
+            }
         ),
-        means_another=frozenset({"compress", "compressed"}),  # itertools.compress, and the comm hook of what is sent
+        # itertools.compress, and the comm hook of what is sent
+        means_another=frozenset({"compress", "compressed"}),
     ),
-    "dropped tokens": Guest(frozenset({"token_dropping", "drops_tokens", "random_ltd", "ltd", "dropping", "tokens"})),
-    "dropped layers": Guest(frozenset({"progressive_layer_drop", "drops_layers", "layer_drop", "pld", "theta"})),
+    "dropped tokens": Guest(
+        frozenset({"token_dropping", "drops_tokens", "random_ltd", "ltd", "dropping", "tokens"})
+    ),
+    "dropped layers": Guest(
+        frozenset({"progressive_layer_drop", "drops_layers", "layer_drop", "pld", "theta"})
+    ),
     "compiled blocks": Guest(frozenset({"compiled_blocks", "blocks_to_compile", "with_blocks"})),
     "LoRA": Guest(frozenset({"lora", "peft", "adapter", "adapters"})),
 }
@@ -70,7 +91,8 @@ def words_of(name: str) -> set[str]:
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """Every name in the code: of variables, fields, arguments, functions, classes, modules, and texts that are compared.
+    """Every name in the code: of variables, fields, arguments, functions, classes,
+    modules, and texts that are compared.
 
     Docstrings and messages are for readers, and may speak of anything.
     """
@@ -122,12 +144,16 @@ def test_the_core_names_no_guest(guest: Guest) -> None:
     ],
 )
 def test_a_mention_is_found_wherever_code_can_make_it(code: str, name: str) -> None:
-    found = [each for each in names_in(ast.parse(code)) if words_of(each) & GUESTS["pipelines"].words]
+    found = [
+        each for each in names_in(ast.parse(code)) if words_of(each) & GUESTS["pipelines"].words
+    ]
     assert name in found
 
 
 def test_each_guest_is_named_in_a_room_of_its_own() -> None:
-    """Its words are those that its own code uses, so that the law above would see them in the core."""
+    """Its words are those that its own code uses, so that the law above would see them
+    in the core.
+    """
     for guest in GUESTS.values():
         assert any(mentions(guest, path) for path in files("fzero") if path not in PATHS)
 

@@ -1,7 +1,9 @@
-"""How often the host waits for the device in a step that has learned its order: never, or a known number for a known reason.
+"""How often the host waits for the device in a step that has learned its order: never,
+or a known number for a known reason.
 
-On the pretended card a wait is an operator whose result the host reads, a copy that blocks, or any other wait after which the
-compute stream has nothing left to do. On a card PyTorch reports them (`set_sync_debug_mode`).
+On the pretended card a wait is an operator whose result the host reads, a copy that
+blocks, or any other wait after which the compute stream has nothing left to do. On a
+card PyTorch reports them (`set_sync_debug_mode`).
 """
 
 from __future__ import annotations
@@ -18,9 +20,16 @@ from training import Odd, Plain, make, tokens, vectors
 
 import fzero
 
-BF16, FP16 = {"bf16": {"enabled": True, "auto_cast": True}}, {"fp16": {"enabled": True, "auto_cast": True}}
-OVERFLOWS = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 40, "hysteresis": 1}}
-ALONE = {"bf16": BF16["bf16"] | {"bf16_master_weights_and_grads": True, "stochastic_rounding": True}}
+BF16, FP16 = (
+    {"bf16": {"enabled": True, "auto_cast": True}},
+    {"fp16": {"enabled": True, "auto_cast": True}},
+)
+OVERFLOWS = {
+    "fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 40, "hysteresis": 1}
+}
+ALONE = {
+    "bf16": BF16["bf16"] | {"bf16_master_weights_and_grads": True, "stochastic_rounding": True}
+}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
@@ -68,7 +77,9 @@ CASES: dict[str, Case] = {
     "clipping": Case({"gradient_clipping": 0.1}),
     "a schedule": Case({"scheduler": WARMUP}),
     "accumulation": Case({"gradient_accumulation_steps": 4}),
-    "all of these": Case({"gradient_clipping": 0.1, "scheduler": WARMUP, "gradient_accumulation_steps": 2}),
+    "all of these": Case(
+        {"gradient_clipping": 0.1, "scheduler": WARMUP, "gradient_accumulation_steps": 2}
+    ),
     "odd parameters": Case({"gradient_clipping": 1.0}, Odd, lambda number: tokens(number, 8)),
     "buffers and random numbers": Case({}, Normed),
     "a sum": Case({}, options={"loss_fn": weighted}),
@@ -108,14 +119,15 @@ def test_a_learned_step_never_waits_for_the_device(stage: int, precision: str, c
     assert learned(stage, precision, CASES[case]) == []
 
 
-# --- known numbers ---------------------------------------------------------------------------------------------------
+# --- known numbers --------------------------------------------------------------------------------
 
 ITEM, COPY = "aten._local_scalar_dense.default", "aten._to_copy.default"
 
 
 def check(found: list[str], operator: str, number: int) -> None:
-    """Raises unless the host has waited so often, for that operator. (On a pretended card each wait is listed twice if the
-    device then has nothing left to do. A card also lists waits for copies between the memories, by whose events pinned memory is
+    """Raises unless the host has waited so often, for that operator. (On a pretended
+    card each wait is listed twice if the device then has nothing left to do. A card
+    also lists waits for copies between the memories, by whose events pinned memory is
     used again.)"""
     if where() == "cuda":
         assert len([line for line in found if "torch/cuda/streams.py" not in line]) == number, found
@@ -128,7 +140,9 @@ def check(found: list[str], operator: str, number: int) -> None:
 def test_an_update_on_the_host_waits_for_the_numbers_that_it_multiplies_by(
     precision: str, quantities: tuple[str, ...]
 ) -> None:
-    """The factor of the gradients, and whether the update is skipped: it needs the gradients then, anyway."""
+    """The factor of the gradients, and whether the update is skipped: it needs the
+    gradients then, anyway.
+    """
     host = {f"offload_{quantity}": {"device": "cpu", "pin_memory": True} for quantity in quantities}
     zero = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0} | host}
     number = 1 if precision == "fp32" else 2
@@ -150,20 +164,34 @@ def test_a_learned_step_of_compiled_blocks_never_waits(stage: int, precision: st
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_in_one_graph_waits_to_know_how_many_updates_were_skipped(precision: str) -> None:
-    """It reads the learning rate when it begins; where a step may be skipped, that is when the one before has ended."""
+    """It reads the learning rate when it begins; where a step may be skipped, that is
+    when the one before has ended.
+    """
     if where() != "cuda":
         pytest.skip("a capture makes tensors in C++, which are the processor's on a pretended card")
-    check(learned(3, precision, CASES["all of these"], compile="step"), ITEM, 0 if precision == "fp32" else 1)
+    check(
+        learned(3, precision, CASES["all of these"], compile="step"),
+        ITEM,
+        0 if precision == "fp32" else 1,
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("case", ["plain", "all of these"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_reads_an_overflow_while_the_device_updates(stage: int, precision: str, case: str) -> None:
-    """Its scheduler steps unless the update is skipped. The host waits for the backward then, but the device has work left."""
+def test_an_engine_reads_an_overflow_while_the_device_updates(
+    stage: int, precision: str, case: str
+) -> None:
+    """Its scheduler steps unless the update is skipped. The host waits for the backward
+    then, but the device has work left.
+    """
     keys = dict(CASES[case].keys) | PRECISIONS[precision]
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    cfg = {"optimizer": AdamW, "train_micro_batch_size_per_gpu": 8, "zero_optimization": zero} | keys
+    cfg = {
+        "optimizer": AdamW,
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": zero,
+    } | keys
     engine, *_ = fzero.initialize(model=make(CASES[case].model), config=cfg)
 
     def update() -> None:

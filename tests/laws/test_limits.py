@@ -1,4 +1,6 @@
-"""How large a file, a class or a function may be, and who may use a private name: a walk over the source of every module."""
+"""How large a file, a class or a function may be, and who may use a private name: a
+walk over the source of every module.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,24 @@ FILE, CLASS, FUNCTION, ATTRIBUTES = 500, 300, 60, 15
 
 LARGER = {
     "fzero.deepspeed.engine.engine.Engine": "the attributes that DeepSpeed's engine has",
-    "fzero.testing.training_machine.TrainingMachine": "one hypothesis state machine with all its rules, as hypothesis wants them",
+    ("fzero.testing.training_machine.TrainingMachine"): (
+        "one hypothesis state machine with all its rules, as hypothesis wants them"
+    ),
 }
 """Names of what is larger, each with its reason."""
 
 PYTORCHS = {"_base", "_buffers", "_modules", "_ops", "_version"}
-"""Attributes of PyTorch's that have no public name; a class of ours may have one of the same name."""
+"""Attributes of PyTorch's that have no public name; a class of ours may have one of the
+same name.
+"""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def definitions(tree: ast.AST, within: str) -> Iterator[tuple[str, Definition]]:
-    """The classes, methods and functions of a module by their qualified names; functions inside functions count as a part."""
+    """The classes, methods and functions of a module by their qualified names;
+    functions inside functions count as a part.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Definition):
             name = f"{within}.{node.name}"
@@ -32,9 +40,13 @@ def definitions(tree: ast.AST, within: str) -> Iterator[tuple[str, Definition]]:
 
 
 def num_lines(node: Definition) -> int:
-    """Without the docstring of a function: that describes every argument, and is read apart from the code."""
+    """Without the docstring of a function: that describes every argument, and is read
+    apart from the code.
+    """
     first = node.body[0]
-    has_docstring = not isinstance(node, ast.ClassDef) and ast.get_docstring(node, clean=False) is not None
+    has_docstring = (
+        not isinstance(node, ast.ClassDef) and ast.get_docstring(node, clean=False) is not None
+    )
     docstring = (first.end_lineno or 0) - first.lineno + 1 if has_docstring else 0
     return (node.end_lineno or 0) - node.lineno + 1 - docstring
 
@@ -42,12 +54,16 @@ def num_lines(node: Definition) -> int:
 def num_attributes(node: ast.ClassDef) -> int:
     """Those that methods assign, but for the arguments of `__init__`."""
     methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-    arguments = {a.arg for m in methods if m.name == "__init__" for a in [*m.args.args, *m.args.kwonlyargs]}
+    arguments = {
+        a.arg for m in methods if m.name == "__init__" for a in [*m.args.args, *m.args.kwonlyargs]
+    }
     assigned = {
         part.attr
         for method in methods
         for part in ast.walk(method)
-        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and ast.unparse(part.value) == "self"
+        if isinstance(part, ast.Attribute)
+        and isinstance(part.ctx, ast.Store)
+        and ast.unparse(part.value) == "self"
     }
     return len({name for name in assigned if name.lstrip("_") not in arguments})
 
@@ -60,20 +76,35 @@ def larger() -> set[str]:
             found.add(module)
         for name, node in definitions(tree_of(path), module):
             most = CLASS if isinstance(node, ast.ClassDef) else FUNCTION
-            if num_lines(node) > most or (isinstance(node, ast.ClassDef) and num_attributes(node) > ATTRIBUTES):
+            if num_lines(node) > most or (
+                isinstance(node, ast.ClassDef) and num_attributes(node) > ATTRIBUTES
+            ):
                 found.add(name)
     return found
 
 
 def is_private(name: str | None) -> bool:
-    return name is not None and name.startswith("_") and not name.startswith("__") and name not in PYTORCHS
+    return (
+        name is not None
+        and name.startswith("_")
+        and not name.startswith("__")
+        and name not in PYTORCHS
+    )
 
 
 def private_names(tree: ast.AST) -> set[str]:
-    """Private functions, classes and variables of a module, methods and attributes of its classes."""
+    """Private functions, classes and variables of a module, methods and attributes of
+    its classes.
+    """
     names = {node.name for node in ast.walk(tree) if isinstance(node, Definition)}
-    names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    names |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    names |= {
+        n.attr
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+    }
+    names |= {
+        n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
     return {name for name in names if is_private(name)}
 
 
@@ -85,10 +116,13 @@ def private_uses() -> dict[str, int]:
         attributes = [
             node.attr
             for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()")
+            if isinstance(node, ast.Attribute)
+            and ast.unparse(node.value) not in ("self", "cls", "super()")
         ]
         imported = [name for source, name in imports(path) if source in MODULES]
-        number = sum(is_private(name) and name in ours - own[module] for name in [*attributes, *imported])
+        number = sum(
+            is_private(name) and name in ours - own[module] for name in [*attributes, *imported]
+        )
         if number:
             uses[module] = number
     return uses

@@ -1,4 +1,6 @@
-"""The laws of training on models that nobody here wrote: tiny ones of transformers, and a convnet with BatchNorm."""
+"""The laws of training on models that nobody here wrote: tiny ones of transformers, and
+a convnet with BatchNorm.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ Curve = list[tuple[float, float]]
 Weights = dict[str, Tensor]
 NUM_STEPS = 4
 NUM_CLASSES = 5
-# With an eps far above rounding, a gradient that differs in its last bits moves a weight by as little: Adam divides by
-# the root of the second moment, and with the usual 1e-8 a gradient near zero is noise that becomes a whole step.
+# With an eps far above rounding, a gradient that differs in its last bits moves a weight by as
+# little: Adam divides by the root of the second moment, and with the usual 1e-8 a gradient near
+# zero is noise that becomes a whole step.
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}}
 
 
@@ -49,10 +52,16 @@ def llama() -> nn.Module:
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=16, use_cache=False,
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=16,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
 
 
 @_quiet
@@ -61,10 +70,20 @@ def gpt2() -> nn.Module:
 
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM", use_cache=False,
+            vocab_size=VOCABULARY,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            n_positions=16,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+            loss_type="ForCausalLM",
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
 
 
 @_quiet
@@ -73,10 +92,16 @@ def bert() -> nn.Module:
 
     return BertForMaskedLM(
         BertConfig(
-            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-            max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
-    )  # fmt: skip
+    )
 
 
 @_quiet
@@ -85,10 +110,17 @@ def t5() -> nn.Module:
 
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0,
-            decoder_start_token_id=0, use_cache=False,
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
 
 
 @_quiet
@@ -96,7 +128,13 @@ def resnet() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     return ResNetForImageClassification(
-        ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[2, 2], layer_type="basic", num_labels=NUM_CLASSES)
+        ResNetConfig(
+            embedding_size=8,
+            hidden_sizes=[8, 12],
+            depths=[2, 2],
+            layer_type="basic",
+            num_labels=NUM_CLASSES,
+        )
     )
 
 
@@ -108,7 +146,10 @@ def text(step: int) -> dict[str, Tensor]:
 def images(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
     labels = torch.randint(0, NUM_CLASSES, (GLOBAL_BATCH,), generator=generator)
-    return {"pixel_values": torch.randn(GLOBAL_BATCH, 3, 16, 16, generator=generator), "labels": labels}
+    return {
+        "pixel_values": torch.randn(GLOBAL_BATCH, 3, 16, 16, generator=generator),
+        "labels": labels,
+    }
 
 
 LANGUAGE_MODELS = {model.__name__: model for model in (llama, gpt2, bert, t5)}
@@ -129,7 +170,8 @@ def _train_all_stages(name: str) -> list[tuple[Curve, Weights]]:
 
 
 def _assert_close(found: tuple[Curve, Weights], plain: tuple[Curve, Weights]) -> None:
-    # Rounding only, of fp32 sums that add in another order: 2^-23 of a loss near 4, some ten times over.
+    # Rounding only, of fp32 sums that add in another order: 2^-23 of a loss near 4, some ten times
+    # over.
     assert list(found[1]) == list(plain[1])
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(plain[0]), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(found[1], plain[1], rtol=2e-6, atol=2e-6)
@@ -160,8 +202,11 @@ def test_a_convnet_with_batch_norm_trains_like_the_plain_loop_of_as_many_parts(
     ranks: RankPool, world_size: int
 ) -> None:
     on_ranks = ranks(world_size, _train_all_stages, "resnet")
-    _assert_same_bits([result for results in on_ranks for result in results])  # running statistics among them
-    plain = train_plainly(resnet, images, adamw, num_steps=NUM_STEPS, loss_of=_loss, num_parts=world_size)
+    # running statistics among them
+    _assert_same_bits([result for results in on_ranks for result in results])
+    plain = train_plainly(
+        resnet, images, adamw, num_steps=NUM_STEPS, loss_of=_loss, num_parts=world_size
+    )
     _assert_close(on_ranks[0][0], plain)
 
 
@@ -173,12 +218,14 @@ def _running_means_of_the_first_norm(stage: int) -> Tensor:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_running_means_see_the_global_batch(ranks: RankPool, stage: int) -> None:
-    # The first norm is the only one whose input does not depend on other norms: each normalises its own rank's batch.
+    # The first norm is the only one whose input does not depend on other norms: each normalises its
+    # own rank's batch.
     found = ranks(2, _running_means_of_the_first_norm, stage)
     assert torch.equal(found[0], found[1])
     whole = _running_means_of_the_first_norm(stage)  # this process is one rank alone
     assert whole.abs().max() > 1e-3
-    torch.testing.assert_close(found[0], whole, rtol=1e-5, atol=1e-7)  # fp32: 12 or 2 · 6 images are averaged
+    # fp32: 12 or 2 · 6 images are averaged
+    torch.testing.assert_close(found[0], whole, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -205,7 +252,9 @@ def _checkpointed(name: str) -> nn.Module:
 
 def _train_checkpointed(name: str) -> list[tuple[Curve, Weights]]:
     maker = functools.partial(_checkpointed, name)
-    return [train(maker, text, config(stage, optimizer=ADAMW), num_steps=NUM_STEPS) for stage in (0, 3)]
+    return [
+        train(maker, text, config(stage, optimizer=ADAMW), num_steps=NUM_STEPS) for stage in (0, 3)
+    ]
 
 
 @pytest.mark.covering(0)
@@ -217,9 +266,13 @@ def test_gradient_checkpointing_trains_alike_in_all_stages_and_like_the_plain_lo
     on_ranks = ranks(world_size, _train_checkpointed, name)
     _assert_same_bits([result for results in on_ranks for result in results])
     maker = functools.partial(_checkpointed, name)
-    _assert_close(on_ranks[0][0], train_plainly(maker, text, adamw, num_steps=NUM_STEPS, loss_of=_loss))
+    _assert_close(
+        on_ranks[0][0], train_plainly(maker, text, adamw, num_steps=NUM_STEPS, loss_of=_loss)
+    )
     # Not to the bit: T5's own forward differs in its last bits while it checkpoints.
-    _assert_close(on_ranks[0][0], train_plainly(MODELS[name], text, adamw, num_steps=NUM_STEPS, loss_of=_loss))
+    _assert_close(
+        on_ranks[0][0], train_plainly(MODELS[name], text, adamw, num_steps=NUM_STEPS, loss_of=_loss)
+    )
 
 
 def _llama_from_meta(seed: int) -> tuple[Weights, float]:
@@ -233,11 +286,14 @@ def _llama_from_meta(seed: int) -> tuple[Weights, float]:
 
 
 @pytest.mark.long
-def test_a_transformer_on_meta_is_filled_by_its_own_rule_alike_on_any_number_of_ranks(ranks: RankPool) -> None:
+def test_a_transformer_on_meta_is_filled_by_its_own_rule_alike_on_any_number_of_ranks(
+    ranks: RankPool,
+) -> None:
     weights, loss = _llama_from_meta(0)
     plain = make(llama)
     plain.load_state_dict(weights, strict=True)
-    assert loss == pytest.approx(_loss(plain, text(0)).item(), rel=1e-6)  # fp32: the rotary tables are right, too
+    # fp32: the rotary tables are right, too
+    assert loss == pytest.approx(_loss(plain, text(0)).item(), rel=1e-6)
     assert 0.01 < weights["lm_head.weight"].std() < 0.04  # transformers' initializer_range is 0.02
     for world_size in (2, 3):
         for found, _ in ranks(world_size, _llama_from_meta, 0):

@@ -1,6 +1,8 @@
-"""The verbs are the step: nothing else sends parameters or gradients, and nothing else updates. A walk over the source.
+"""The verbs are the step: nothing else sends parameters or gradients, and nothing else
+updates. A walk over the source.
 
-Small numbers that ranks compare (losses, norms, names of buffers) are sent with `collectives.stack`, which this law leaves alone.
+Small numbers that ranks compare (losses, norms, names of buffers) are sent with
+`collectives.stack`, which this law leaves alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ COLLECTIVES = {
 SENDERS = {
     "fzero.verbs": "the verbs",
     "fzero.runtime.update": "the momentum of transforms that look at whole parameters (Muon)",
-    "fzero.deepspeed.engine.divided": "parameters of a model under zero.Init, before there is a step",
+    "fzero.deepspeed.engine.divided": (
+        "parameters of a model under zero.Init, before there is a step"
+    ),
     "fzero.profiling.machine": "measures what a collective costs",
     "fzero.testing.collective_laws": "laws of axes and comm hooks",
     "fzero.deepspeed.comm.comm": "the collectives of DeepSpeed's names, for the user's tensors",
@@ -30,7 +34,9 @@ UPDATERS = {
     "fzero.storage.offload_wholes": "a buffer off the device that is updated in full",
     "fzero.storage.stream": "sub-groups of a buffer off the device",
     "fzero.optim": "transforms of transforms",
-    "fzero.plans.param_groups": "a transform of the user, tried on fixed numbers so that ranks can compare it",
+    "fzero.plans.param_groups": (
+        "a transform of the user, tried on fixed numbers so that ranks can compare it"
+    ),
     "fzero.profiling.profiler": "measures what an update costs",
     "fzero.testing": "laws of transforms",
     "fzero.deepspeed.integrations": "optimizers that are given as transforms",
@@ -48,21 +54,29 @@ def called(call: ast.Call) -> str:
 
 
 def updates(call: ast.Call) -> bool:
-    """Whether it is `transform.update(…)`, whatever the transform is called, or a form of it."""
+    """Whether it is `transform.update(…)`, whatever the transform is called, or a form
+    of it.
+    """
     if not isinstance(call.func, ast.Attribute):
         return False
     owner = ast.unparse(call.func.value).rpartition(".")[2]
     is_transform = "transform" in owner
-    return call.func.attr == "update_each" or (call.func.attr in ("update", "update_skip_if") and is_transform)
+    return call.func.attr == "update_each" or (
+        call.func.attr in ("update", "update_skip_if") and is_transform
+    )
 
 
 def test_only_the_verbs_send_parameters_and_gradients() -> None:
     found = {
-        name_of(path) for path in files("fzero") if any(called(call) in COLLECTIVES for call in calls(tree_of(path)))
+        name_of(path)
+        for path in files("fzero")
+        if any(called(call) in COLLECTIVES for call in calls(tree_of(path)))
     }
     assert {module for module in found if not module.startswith("fzero.comms")} == set(SENDERS)
 
 
 def test_only_the_verb_and_streams_update() -> None:
     found = {name_of(path) for path in files("fzero") if any(map(updates, calls(tree_of(path))))}
-    assert {module for module in found if not any(f"{module}.".startswith(f"{x}.") for x in UPDATERS)} == set()
+    assert {
+        module for module in found if not any(f"{module}.".startswith(f"{x}.") for x in UPDATERS)
+    } == set()

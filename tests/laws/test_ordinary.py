@@ -1,4 +1,6 @@
-"""Ordinary models are ordinary: what PyTorch lets a model do, a train step lets it do, in every stage alike."""
+"""Ordinary models are ordinary: what PyTorch lets a model do, a train step lets it do,
+in every stage alike.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,9 @@ Curve = list[tuple[float, float]]
 Weights = dict[str, Tensor]
 LossFn = Callable[[nn.Module, Any], Tensor]
 WIDTH, NUM_STEPS = 16, 3
-# With an eps far above rounding, a gradient that differs in its last bits moves a weight by as little: Adam divides by
-# the root of the second moment, and with the usual 1e-8 a gradient near zero is noise that becomes a whole step.
+# With an eps far above rounding, a gradient that differs in its last bits moves a weight by as
+# little: Adam divides by the root of the second moment, and with the usual 1e-8 a gradient near
+# zero is noise that becomes a whole step.
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}}
 
 
@@ -55,11 +58,13 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-3, fused=True)
 
 
-# --- models, each with a peculiarity -----------------------------------------------------------------------------
+# --- models, each with a peculiarity --------------------------------------------------------------
 
 
 class Fit(nn.Module):
-    """The mean squared error of a body that maps vectors, or sequences of them, to the like."""
+    """The mean squared error of a body that maps vectors, or sequences of them, to the
+    like.
+    """
 
     def __init__(self, *body: nn.Module) -> None:
         super().__init__()
@@ -77,7 +82,10 @@ def sequences(step: int) -> tuple[Tensor, Tensor]:
 
 
 def lstm() -> nn.Module:
-    return Fit(nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True))
+    return Fit(
+        nn.Linear(WIDTH, WIDTH),
+        nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True),
+    )
 
 
 def gru() -> nn.Module:
@@ -85,7 +93,9 @@ def gru() -> nn.Module:
 
 
 class Attention(nn.Module):
-    """`nn.MultiheadAttention` reads the weights of its child `out_proj` and never calls it."""
+    """`nn.MultiheadAttention` reads the weights of its child `out_proj` and never calls
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +152,9 @@ class TwoNames(nn.Module):
 
 
 class Buffers(nn.Module):
-    """Buffers of every sort: reassigned, with a graph, part of the batch, integer, not persistent, None, untouched."""
+    """Buffers of every sort: reassigned, with a graph, part of the batch, integer, not
+    persistent, None, untouched.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +177,9 @@ class Buffers(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Segments of two units each, run again in the backward; the tied ends are inside one of them and outside."""
+    """Segments of two units each, run again in the backward; the tied ends are inside
+    one of them and outside.
+    """
 
     reentrant = False
 
@@ -239,12 +253,16 @@ class Hyper(nn.Module):
 
 
 class Containers(nn.Module):
-    """Parameters in a list and in a dict, used through views: slices, transposed, expanded, complex."""
+    """Parameters in a list and in a dict, used through views: slices, transposed,
+    expanded, complex.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.list = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 4 for _ in range(3))
-        self.dict = nn.ParameterDict({"z": torch.randn(WIDTH), "a": torch.randn(2), "pairs": torch.randn(9, 2)})
+        self.dict = nn.ParameterDict(
+            {"z": torch.randn(WIDTH), "a": torch.randn(2), "pairs": torch.randn(9, 2)}
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         first, second, third = self.list
@@ -260,8 +278,13 @@ class Adapted(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
         self.requires_grad_(False)
-        self.quantised = nn.Parameter(torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
-        self.down, self.up = nn.Parameter(torch.randn(2, WIDTH) / 4), nn.Parameter(torch.randn(WIDTH, 2) / 4)
+        self.quantised = nn.Parameter(
+            torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False
+        )
+        self.down, self.up = (
+            nn.Parameter(torch.randn(2, WIDTH) / 4),
+            nn.Parameter(torch.randn(WIDTH, 2) / 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         frozen = super().forward(x) + F.linear(x, self.quantised.to(x.dtype) / 9)
@@ -298,14 +321,27 @@ class Edges(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        shapes: dict[str, tuple[int, ...]] = {"scalar": (), "empty": (0, 3), "frozen": (5,), "unused": (40,)}
-        self.parts = nn.ModuleList(nn.ParameterDict({name: torch.ones(shape)}) for name, shape in shapes.items())
-        self.parts[0].update({"void": torch.zeros(0), "still": nn.Parameter(torch.zeros(0), requires_grad=False)})
+        shapes: dict[str, tuple[int, ...]] = {
+            "scalar": (),
+            "empty": (0, 3),
+            "frozen": (5,),
+            "unused": (40,),
+        }
+        self.parts = nn.ModuleList(
+            nn.ParameterDict({name: torch.ones(shape)}) for name, shape in shapes.items()
+        )
+        self.parts[0].update(
+            {"void": torch.zeros(0), "still": nn.Parameter(torch.zeros(0), requires_grad=False)}
+        )
         self.parts[2].requires_grad_(False)
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        scalar, empty, frozen = self.parts[0]["scalar"], self.parts[1]["empty"], self.parts[2]["frozen"]
+        scalar, empty, frozen = (
+            self.parts[0]["scalar"],
+            self.parts[1]["empty"],
+            self.parts[2]["frozen"],
+        )
         return F.mse_loss(self.linear(x) * scalar + empty.sum() + frozen.sum(), y)
 
 
@@ -343,7 +379,12 @@ class Returns(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         loss = F.mse_loss(self.linear(x), y)
-        return {"alone": loss, "tuple": (loss, x), "key": {"x": x, "loss": loss}, "vector": loss[None]}[self.how]
+        return {
+            "alone": loss,
+            "tuple": (loss, x),
+            "key": {"x": x, "loss": loss},
+            "vector": loss[None],
+        }[self.how]
 
 
 class Mixed(nn.Module):
@@ -373,7 +414,9 @@ class Cubed(torch.autograd.Function):
 
 
 class Custom(nn.Module):
-    """Operators of its own, in-place activations, and a parent that uses its children's weights itself."""
+    """Operators of its own, in-place activations, and a parent that uses its children's
+    weights itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,7 +425,9 @@ class Custom(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for weight, child in zip(self.weights, self.children_):
-            x = F.linear(Cubed.apply(x, weight), child.weight @ self.children_[0].weight, child.bias).relu_()
+            x = F.linear(
+                Cubed.apply(x, weight), child.weight @ self.children_[0].weight, child.bias
+            ).relu_()
         return F.mse_loss(x, y)
 
 
@@ -400,7 +445,9 @@ class Transformed(nn.Module):
 
 
 class Holds(nn.Module):
-    """Holds parameters of each block, and aliases of them, while others run, and uses them after all."""
+    """Holds parameters of each block, and aliases of them, while others run, and uses
+    them after all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -422,7 +469,9 @@ class Hooked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
-        self.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * module.up.weight[0, 0],))
+        self.blocks[0].register_forward_pre_hook(
+            lambda module, args: (args[0] * module.up.weight[0, 0],)
+        )
         self.blocks[1].register_forward_hook(lambda module, args, out: out + module.norm.bias)
         self.blocks[2].register_full_backward_hook(lambda module, grads, outs: (0.5 * grads[0],))
 
@@ -432,7 +481,7 @@ class Hooked(nn.Module):
         return F.mse_loss(x, y)
 
 
-# --- losses ------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 def by_keyword(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -440,7 +489,9 @@ def by_keyword(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def with_penalty(model: nn.Module, batch: Any) -> Tensor:
-    """The sum over `parameters()` has a tied parameter once, the sum over all names has it twice."""
+    """The sum over `parameters()` has a tied parameter once, the sum over all names has
+    it twice.
+    """
     every = model.named_parameters(remove_duplicate=False)
     return (
         model(*batch)
@@ -479,7 +530,8 @@ class Case(NamedTuple):
         plain: the model for the plain loop, where that needs another.
         clip: largest norm of the gradient; 0 does not clip.
         dtype: None leaves it as it is.
-        per_rank: each rank computes something of its own over its batch, and so must the plain loop.
+        per_rank: each rank computes something of its own over its batch, and so must
+            the plain loop.
     """
 
     model: Callable[[], nn.Module]
@@ -528,7 +580,8 @@ CASES = {
     "round robin": Case(Odd, tokens, zero={"round_robin_gradients": True}),
     "no prefetch": Case(Odd, tokens, zero={"stage3_prefetch_bucket_size": 0}),
     "small parameters whole": Case(Odd, tokens, zero={"stage3_param_persistence_threshold": 60}),
-    "mixed dtypes": Case(Mixed, clip=0.0, dtype=None, per_rank=True),  # torch.nn.utils rounds the norm to bfloat16
+    # torch.nn.utils rounds the norm to bfloat16
+    "mixed dtypes": Case(Mixed, clip=0.0, dtype=None, per_rank=True),
     "autocast": Case(Odd, tokens, loss_fn=in_autocast, dtype=None, per_rank=True),
 }
 
@@ -538,7 +591,9 @@ def _made(case: Case, model: Callable[[], nn.Module]) -> Callable[[], nn.Module]
 
 
 def _cast(case: Case, batch: Any) -> Any:
-    return optree.tree_map(lambda x: x.to(case.dtype) if case.dtype and x.is_floating_point() else x, batch)
+    return optree.tree_map(
+        lambda x: x.to(case.dtype) if case.dtype and x.is_floating_point() else x, batch
+    )
 
 
 def _train_case(name: str) -> list[tuple[Curve, Weights]]:
@@ -547,19 +602,37 @@ def _train_case(name: str) -> list[tuple[Curve, Weights]]:
     cfgs = [config(stage, clip=case.clip, optimizer=ADAMW, **case.zero) for stage in range(4)]
     data = lambda step: _cast(case, case.data(step))  # noqa: E731
     return [
-        train(_made(case, case.model), data, cfg, num_steps=NUM_STEPS, loss_fn=loss_fn, units=case.units)
+        train(
+            _made(case, case.model),
+            data,
+            cfg,
+            num_steps=NUM_STEPS,
+            loss_fn=loss_fn,
+            units=case.units,
+        )
         for cfg in cfgs
     ]
 
 
-# A third of a bfloat16 gradient is rounded, so that a plain loop can play two ranks, and not three, to the bit.
-ON_THREE_RANKS = ("tied ends", "two names", "buffers", "checkpointed", "edges, each a unit", "penalty", "round robin")
+# A third of a bfloat16 gradient is rounded, so that a plain loop can play two ranks, and not three,
+# to the bit.
+ON_THREE_RANKS = (
+    "tied ends",
+    "two names",
+    "buffers",
+    "checkpointed",
+    "edges, each a unit",
+    "penalty",
+    "round robin",
+)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("world_size", "name"),
-    [(2, name) for name in CASES] + [(1, name) for name in CASES] + [(3, name) for name in ON_THREE_RANKS],
+    [(2, name) for name in CASES]
+    + [(1, name) for name in CASES]
+    + [(3, name) for name in ON_THREE_RANKS],
 )
 def test_an_ordinary_model_trains_alike_in_all_stages_and_like_the_plain_loop(
     ranks: RankPool, world_size: int, name: str
@@ -571,22 +644,35 @@ def test_an_ordinary_model_trains_alike_in_all_stages_and_like_the_plain_loop(
         assert all(torch.equal(weights[key], first_weights[key]) for key in first_weights)
     case = CASES[name]
     plain_curve, plain_weights = train_plainly(
-        _made(case, case.plain or case.model), lambda step: _cast(case, case.data(step)), adamw, num_steps=NUM_STEPS,
-        clip=case.clip, loss_of=case.loss_fn, num_parts=world_size if case.per_rank else 1,
-    )  # fmt: skip
+        _made(case, case.plain or case.model),
+        lambda step: _cast(case, case.data(step)),
+        adamw,
+        num_steps=NUM_STEPS,
+        clip=case.clip,
+        loss_of=case.loss_fn,
+        num_parts=world_size if case.per_rank else 1,
+    )
     assert list(first_weights) == list(plain_weights)
     # Metrics are fp32. Weights are fp64 (most of them), and sums add in another order.
-    torch.testing.assert_close(torch.tensor(first_curve), torch.tensor(plain_curve), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        torch.tensor(first_curve), torch.tensor(plain_curve), rtol=1e-6, atol=1e-6
+    )
     atol = 2e-6 if case.dtype is None else 1e-9
     for key, weight in first_weights.items():
-        torch.testing.assert_close(weight.double(), plain_weights[key].double(), rtol=0, atol=atol, msg=key)
+        torch.testing.assert_close(
+            weight.double(), plain_weights[key].double(), rtol=0, atol=atol, msg=key
+        )
 
 
 @pytest.mark.parametrize("how", ["alone", "tuple", "key", "vector"])
 def test_the_loss_is_found_in_what_the_model_returns(how: str) -> None:
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
         out = model(*batch)
-        return out if how == "alone" else out[None if how == "vector" else "loss" if how == "key" else 0].reshape(())
+        return (
+            out
+            if how == "alone"
+            else out[None if how == "vector" else "loss" if how == "key" else 0].reshape(())
+        )
 
     maker = lambda: Returns(how)  # noqa: E731
     curve, _ = train(maker, vectors, config(3), num_steps=2)
@@ -601,7 +687,8 @@ def _weigh_everything(model: nn.Module, batch: Any) -> Tensor:
         storages = [storage for storage in storages if not storage.expired()]
         if all(storage.cdata != param.untyped_storage()._cdata for storage in storages):
             storages.append(StorageWeakRef(param.untyped_storage()))
-        # The unit at hand, the one before while it is replaced, and one that gloo's own thread lets go of late.
+        # The unit at hand, the one before while it is replaced, and one that gloo's own thread lets
+        # go of late.
         assert len(storages) <= 3
         penalty = penalty + param.square().sum()
     return model(*batch) + penalty
@@ -615,11 +702,13 @@ def test_going_through_all_parameters_holds_one_unit_at_a_time(ranks: RankPool) 
     assert ranks(2, _train_weighing_everything) == [3, 3]
 
 
-# --- the user's module is left alone -----------------------------------------------------------------------------
+# --- the user's module is left alone --------------------------------------------------------------
 
 
 class Peculiar(TwoNames):
-    """Every sort of thing that binding touches: ties, buffers, recurrent weights, hooks, modes, dropout."""
+    """Every sort of thing that binding touches: ties, buffers, recurrent weights,
+    hooks, modes, dropout.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -641,10 +730,17 @@ def _everything(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
-            found[f"{prefix}.{key}"] = (type(value), str(list(value)) if isinstance(value, dict) else str(value))
+            found[f"{prefix}.{key}"] = (
+                type(value),
+                str(list(value)) if isinstance(value, dict) else str(value),
+            )
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             grad = None if tensor is None else tensor.grad
-            found[f"{prefix}.{key}"] = (id(tensor), None if tensor is None else tensor.tolist(), grad)
+            found[f"{prefix}.{key}"] = (
+                id(tensor),
+                None if tensor is None else tensor.tolist(),
+                grad,
+            )
         if isinstance(module, nn.RNNBase):
             found[f"{prefix}.flat"] = [id(weight) for weight in module._flat_weights]
     return found
@@ -666,11 +762,15 @@ def test_the_users_module_and_random_state_are_left_as_they_were(stage: int) -> 
     step.evaluate(state, vectors(2))
     step.gather(state)
     assert _everything(model) == before and _process_rng() == rng
-    assert len(list(model.parameters())) == len([n for b in step.plan.flat_buffers for n in b.layout.names])
+    assert len(list(model.parameters())) == len(
+        [n for b in step.plan.flat_buffers for n in b.layout.names]
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_exception_in_the_forward_leaves_the_module_the_random_state_and_the_state_good(stage: int) -> None:
+def test_an_exception_in_the_forward_leaves_the_module_the_random_state_and_the_state_good(
+    stage: int,
+) -> None:
     model = make(Peculiar)
     step = fzero.make_train_step(model, config(stage))
     state, _ = step(step.init(), vectors(0))
@@ -755,7 +855,10 @@ def test_a_compiled_module_is_refused_where_it_spans_units_that_are_gathered() -
     for model, name in ((torch.compile(make(Plain)), "the model"), (pair, "'blocks'")):
         for stage, size in ((0, 2), (2, 2), (3, 1)):
             fzero.make_train_step(model, config(stage), mesh=fzero.comms.AbstractAxis("data", size))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=rf"model: must have no module compiled .* got {name} compiled, .*units="):
+        with pytest.raises(
+            ValueError,
+            match=rf"model: must have no module compiled .* got {name} compiled, .*units=",
+        ):
             fzero.make_train_step(model, config(3), mesh=fzero.comms.AbstractAxis("data", 2))  # type: ignore[arg-type]
 
 
@@ -789,7 +892,9 @@ def _train_parts() -> list[tuple[Curve, Weights]]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_code_that_the_model_compiles_itself_may_enter_units(ranks: RankPool) -> None:
-    """A gather that torch.compile traces would be part of its graph, and look like a change of the parameters."""
+    """A gather that torch.compile traces would be part of its graph, and look like a
+    change of the parameters.
+    """
     for (curve, weights), (plain_curve, plain_weights) in ranks(2, _train_parts):
         assert curve == plain_curve
         assert all(torch.equal(weights[key], plain_weights[key]) for key in plain_weights)
@@ -840,7 +945,9 @@ def _said(model: type[nn.Module], stages: tuple[int, ...] = (0, 1, 2, 3)) -> lis
     return said
 
 
-def test_changing_what_the_backward_needs_raises_in_every_stage_like_plain_autograd(ranks: RankPool) -> None:
+def test_changing_what_the_backward_needs_raises_in_every_stage_like_plain_autograd(
+    ranks: RankPool,
+) -> None:
     with pytest.raises(RuntimeError, match="inplace operation"):
         make(Overwrites)(*vectors(0)).backward()
     for world_size in (1, 2):  # the ranks raise alike, and their group is used again
@@ -853,7 +960,7 @@ def test_changing_a_parameter_in_the_forward_raises_in_every_stage() -> None:
     assert all("'blocks.0.weight': must not be changed in place" in text for text in _said(Clamps))
 
 
-# --- the state is a value ----------------------------------------------------------------------------------------
+# --- the state is a value -------------------------------------------------------------------------
 
 
 def _tries_a_step_twice(stage: int) -> None:
@@ -906,15 +1013,20 @@ def _noise(stage: int, seed: int) -> tuple[list[float], Tensor, list[int]]:
     return losses, state.buffers["kept"], state.rng["cpu"].tolist()
 
 
-def test_dropout_differs_from_rank_to_rank_and_step_to_step_and_is_reproducible(ranks: RankPool) -> None:
+def test_dropout_differs_from_rank_to_rank_and_step_to_step_and_is_reproducible(
+    ranks: RankPool,
+) -> None:
     results = {stage: ranks(2, _noise, stage, 0) for stage in (0, 3)}
     assert results[0][0][2] != results[0][1][2], "each rank has its own random state"
     assert len(set(results[0][0][0])) == 3
-    # The mean over two ranks of what was kept: with one mask for both it were 0, 2, 4 or 6, with two also 1, 3 and 5.
+    # The mean over two ranks of what was kept: with one mask for both it were 0, 2, 4 or 6, with
+    # two also 1, 3 and 5.
     assert (results[0][0][1] % 2 == 1).any()
     torch.manual_seed(123)
     for repeated in (results[3], ranks(2, _noise, 0, 0)):
-        for (losses, kept, rng), (first_losses, first_kept, first_rng) in zip(repeated, results[0], strict=True):
+        for (losses, kept, rng), (first_losses, first_kept, first_rng) in zip(
+            repeated, results[0], strict=True
+        ):
             assert (losses, rng) == (first_losses, first_rng)
             assert torch.equal(kept, first_kept)
     assert ranks(2, _noise, 0, 1)[0][0] != results[0][0][0]
@@ -972,8 +1084,11 @@ def _norm_statistics(stage: int, schedule: str) -> Weights:
 
 
 @pytest.mark.parametrize("schedule", ["learned", "negotiated"])
-def test_buffers_that_the_forward_changes_are_equal_on_all_ranks(ranks: RankPool, schedule: str) -> None:
-    # The kernel of BatchNorm does not tell that it wrote: a step that trusted version counters would not notice.
+def test_buffers_that_the_forward_changes_are_equal_on_all_ranks(
+    ranks: RankPool, schedule: str
+) -> None:
+    # The kernel of BatchNorm does not tell that it wrote: a step that trusted version counters
+    # would not notice.
     one, other = ranks(2, _norm_statistics, 0, schedule)
     _assert_equal(one, other)
     assert one["norm.num_batches_tracked"] == 6  # called under both its names
@@ -1043,11 +1158,13 @@ def test_float64_is_not_rounded_anywhere_in_the_state() -> None:
     _assert_equal(gathered, dict(model.state_dict()))
 
 
-# --- first values ------------------------------------------------------------------------------------------------
+# --- first values ---------------------------------------------------------------------------------
 
 
 class Resettable(nn.Module):
-    """On `meta` all of it can be initialised: each module has a `reset_parameters`; ends are tied."""
+    """On `meta` all of it can be initialised: each module has a `reset_parameters`;
+    ends are tied.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -1067,12 +1184,15 @@ class Resettable(nn.Module):
 
 
 class Lives(TorchDispatchMode):
-    """When each storage of floating numbers was born and had died, counted in operators."""
+    """When each storage of floating numbers was born and had died, counted in
+    operators.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
-        self.alive: dict[int, tuple[StorageWeakRef, int, int]] = {}  # by address: birth and elements
+        # by address: birth and elements
+        self.alive: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self.ended: list[tuple[int, int, int]] = []  # birth, end and elements
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -1082,17 +1202,32 @@ class Lives(TorchDispatchMode):
             self.ended.append((birth, self.now, numel))
         out = func(*args, **(kwargs or {}))
         for tensor in optree.tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.is_meta and tensor.numel():
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.is_floating_point()
+                and not tensor.is_meta
+                and tensor.numel()
+            ):
                 storage = tensor.untyped_storage()
                 numel = storage.nbytes() // tensor.element_size()
-                self.alive.setdefault(storage.data_ptr(), (StorageWeakRef(storage), self.now, numel))
+                self.alive.setdefault(
+                    storage.data_ptr(), (StorageWeakRef(storage), self.now, numel)
+                )
         return out
 
     def peak_beside(self, kept: set[int]) -> int:
-        """The most elements alive at once in storages other than those at the addresses `kept`."""
-        lives = [(birth, self.now + 1, numel) for at, (_, birth, numel) in self.alive.items() if at not in kept]
+        """The most elements alive at once in storages other than those at the addresses
+        `kept`.
+        """
+        lives = [
+            (birth, self.now + 1, numel)
+            for at, (_, birth, numel) in self.alive.items()
+            if at not in kept
+        ]
         lives += self.ended
-        return max(sum(n for birth, end, n in lives if birth <= now < end) for now in range(self.now + 1))
+        return max(
+            sum(n for birth, end, n in lives if birth <= now < end) for now in range(self.now + 1)
+        )
 
 
 def _init_on_meta(stage: int, seed: int = 0) -> Weights:
@@ -1111,7 +1246,8 @@ def _peak_of_init_on_meta() -> tuple[int, int, int]:
         model = Resettable()
     step = fzero.make_train_step(model, config(3))
     broadcast = collectives.broadcast
-    # Gloo's own thread lets go of a tensor some time after its broadcast; what is filled is equal on all ranks anyway.
+    # Gloo's own thread lets go of a tensor some time after its broadcast; what is filled is equal
+    # on all ranks anyway.
     collectives.broadcast = lambda x, axis, **options: x
     gc.disable()  # what only the garbage collector would free must count as alive
     try:
@@ -1120,13 +1256,17 @@ def _peak_of_init_on_meta() -> tuple[int, int, int]:
     finally:
         collectives.broadcast = broadcast
         gc.enable()
-    peak = lives.peak_beside({tensor.untyped_storage().data_ptr() for tensor in optree.tree_leaves(state)})
+    peak = lives.peak_beside(
+        {tensor.untyped_storage().data_ptr() for tensor in optree.tree_leaves(state)}
+    )
     largest = max(sum(buffer.padded_numel for buffer in unit.buffers) for unit in step.plan.units)
     return peak, largest, sum(unit.numel for unit in step.plan.units)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_model_on_meta_is_filled_alike_on_any_number_of_ranks(ranks: RankPool, stage: int) -> None:
+def test_a_model_on_meta_is_filled_alike_on_any_number_of_ranks(
+    ranks: RankPool, stage: int
+) -> None:
     weights = _init_on_meta(stage)
     for world_size in (2, 3):
         for found in ranks(world_size, _init_on_meta, stage):
@@ -1135,7 +1275,8 @@ def test_a_model_on_meta_is_filled_alike_on_any_number_of_ranks(ranks: RankPool,
     assert not torch.equal(other["head.weight"], weights["head.weight"])
     first, second = (weights[f"blocks.{index}.up.weight"] for index in range(2))
     assert not torch.equal(first, second), "modules have seeds of their own"
-    assert (weights["embed.weight"].std() - 1).abs() < 0.2  # nn.Embedding draws from N(0, 1), 464 values
+    # nn.Embedding draws from N(0, 1), 464 values
+    assert (weights["embed.weight"].std() - 1).abs() < 0.2
     assert torch.equal(weights["norm.running_var"], torch.ones(7)) and torch.equal(
         weights["head.weight"], weights["embed.weight"]
     )
@@ -1145,7 +1286,8 @@ def test_a_model_on_meta_is_filled_alike_on_any_number_of_ranks(ranks: RankPool,
 
 def test_a_model_on_meta_is_never_whole_on_a_rank(ranks: RankPool) -> None:
     for peak, largest, whole in ranks(2, _peak_of_init_on_meta):
-        # Beside the state itself: one unit, once as it was filled and once as a flat buffer, and this rank's half of it.
+        # Beside the state itself: one unit, once as it was filled and once as a flat buffer, and
+        # this rank's half of it.
         assert largest < peak <= 2.5 * largest < whole / 2
 
 
@@ -1188,7 +1330,10 @@ class Forgets(Bare):
     ("inner", "message"),
     [
         (Bare, r"module 'body.1' \(Bare\) is on meta and has no reset_parameters; pass init_fn="),
-        (Forgets, r"module 'body.1' \(Forgets\) leaves 'body.1.shift' without values; pass an init_fn="),
+        (
+            Forgets,
+            r"module 'body.1' \(Forgets\) leaves 'body.1.shift' without values; pass an init_fn=",
+        ),
     ],
 )
 def test_a_module_on_meta_that_nothing_fills_is_named(inner: type[nn.Module], message: str) -> None:
@@ -1208,7 +1353,8 @@ def _init_from_weights(stage: int, on_meta: bool) -> tuple[Weights, Weights]:
     step = fzero.make_train_step(model, config(stage))
     state = step.init(given)
     found = step.gather(state)
-    state, _ = step(state, part(tokens(0), step.rank, step.world_size))  # may not write into what was given
+    # may not write into what was given
+    state, _ = step(state, part(tokens(0), step.rank, step.world_size))
     _assert_equal(given, dict(make(Resettable, seed=7).state_dict()))
     return found, given
 
@@ -1224,12 +1370,20 @@ def test_init_takes_given_weights(ranks: RankPool, world_size: int, on_meta: boo
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"norm.weight": torch.ones(8)}, r"'norm.weight' must have the model's shape \(7,\), got \(8,\)"),
-        ({"norm.wait": torch.ones(7)}, r"'norm.wait' is not a parameter or buffer of Resettable \(1 such names\)"),
+        (
+            {"norm.weight": torch.ones(8)},
+            r"'norm.weight' must have the model's shape \(7,\), got \(8,\)",
+        ),
+        (
+            {"norm.wait": torch.ones(7)},
+            r"'norm.wait' is not a parameter or buffer of Resettable \(1 such names\)",
+        ),
         ({"norm.weight": None}, r"'norm.weight' is missing"),
     ],
 )
-def test_given_weights_that_do_not_fit_are_named(change: dict[str, Tensor | None], message: str) -> None:
+def test_given_weights_that_do_not_fit_are_named(
+    change: dict[str, Tensor | None], message: str
+) -> None:
     weights = {**make(Resettable).state_dict(), **change}
     step = fzero.make_train_step(make(Resettable), config(0))
     with pytest.raises(ValueError, match=message):
@@ -1241,7 +1395,8 @@ def test_init_takes_what_gather_gives(maker: Callable[[], nn.Module]) -> None:
     step = fzero.make_train_step(make(maker), config(3))
     state = step.init()
     other = fzero.make_train_step(make(maker, seed=1), config(1)).init(step.gather(state))
-    _assert_equal({**other.params, **other.buffers}, {**state.params, **state.buffers})  # alone, shards are whole
+    # alone, shards are whole
+    _assert_equal({**other.params, **other.buffers}, {**state.params, **state.buffers})
 
 
 def _start_unlike_others() -> tuple[Weights, Weights]:
@@ -1262,7 +1417,7 @@ def test_ranks_that_start_apart_get_rank_0s_weights_and_buffers(ranks: RankPool)
         _assert_equal(found, first)
 
 
-# --- random models -----------------------------------------------------------------------------------------------
+# --- random models --------------------------------------------------------------------------------
 
 NUM_FEATURE_SAMPLES = 6
 
@@ -1270,7 +1425,9 @@ NUM_FEATURE_SAMPLES = 6
 def _toy_data(features: int) -> Callable[[int], tuple[Tensor, ...]]:
     def data(step: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(step)
-        return (torch.randn(NUM_FEATURE_SAMPLES, features, generator=generator, dtype=torch.float64),)
+        return (
+            torch.randn(NUM_FEATURE_SAMPLES, features, generator=generator, dtype=torch.float64),
+        )
 
     return data
 
@@ -1279,27 +1436,38 @@ def _toy(recipe: ToyRecipe) -> Callable[[], nn.Module]:
     return lambda: make_toy_model(recipe).double()
 
 
-def _train_toy(recipe: ToyRecipe, stages: tuple[int, ...], threshold: int) -> list[tuple[Curve, Weights]]:
+def _train_toy(
+    recipe: ToyRecipe, stages: tuple[int, ...], threshold: int
+) -> list[tuple[Curve, Weights]]:
     data = _toy_data(recipe.features)
-    cfgs = [config(stage, optimizer=ADAMW, stage3_param_persistence_threshold=threshold) for stage in stages]
+    cfgs = [
+        config(stage, optimizer=ADAMW, stage3_param_persistence_threshold=threshold)
+        for stage in stages
+    ]
     return [train(_toy(recipe), data, cfg, num_steps=2) for cfg in cfgs]
 
 
 def _assert_toys_train_alike(recipe: ToyRecipe, results: list[tuple[Curve, Weights]]) -> None:
-    plain_curve, plain_weights = train_plainly(_toy(recipe), _toy_data(recipe.features), adamw, num_steps=2)
+    plain_curve, plain_weights = train_plainly(
+        _toy(recipe), _toy_data(recipe.features), adamw, num_steps=2
+    )
     first_curve, first_weights = results[0]
     for curve, weights in results:
         assert curve == first_curve
         assert list(weights) == list(plain_weights)
         assert all(torch.equal(weights[name], first_weights[name]) for name in weights)
     # Metrics are fp32; weights are fp64, and sums add in another order.
-    torch.testing.assert_close(torch.tensor(first_curve), torch.tensor(plain_curve), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        torch.tensor(first_curve), torch.tensor(plain_curve), rtol=1e-6, atol=1e-6
+    )
     torch.testing.assert_close(first_weights, plain_weights, rtol=0, atol=1e-9)
 
 
 @examples(25)
 @given(model=models(), threshold=st.sampled_from([0, 5, 10**6]))
-def test_any_model_trains_alike_in_all_stages_and_like_the_plain_loop(model: ToyModel, threshold: int) -> None:
+def test_any_model_trains_alike_in_all_stages_and_like_the_plain_loop(
+    model: ToyModel, threshold: int
+) -> None:
     _assert_toys_train_alike(model.recipe, _train_toy(model.recipe, (0, 1, 2, 3), threshold))
 
 
@@ -1310,7 +1478,9 @@ def test_any_model_trains_alike_on_several_ranks(ranks: RankPool, world_size: in
     @given(model=models(), threshold=st.sampled_from([0, 5, 10**6]))
     def trains_alike(model: ToyModel, threshold: int) -> None:
         on_ranks = ranks(world_size, _train_toy, model.recipe, (0, 1, 2, 3), threshold)
-        _assert_toys_train_alike(model.recipe, [result for results in on_ranks for result in results])
+        _assert_toys_train_alike(
+            model.recipe, [result for results in on_ranks for result in results]
+        )
 
     trains_alike()
 
@@ -1319,15 +1489,22 @@ def _train_as_made(recipe: ToyRecipe, threshold: int) -> list[tuple[Curve, Weigh
     def data(step: int) -> tuple[Tensor, ...]:
         return (_toy_data(recipe.features)(step)[0].float(),)
 
-    cfgs = [config(stage, optimizer=ADAMW, stage3_param_persistence_threshold=threshold) for stage in range(4)]
+    cfgs = [
+        config(stage, optimizer=ADAMW, stage3_param_persistence_threshold=threshold)
+        for stage in range(4)
+    ]
     return [train(lambda: make_toy_model(recipe), data, cfg, num_steps=2) for cfg in cfgs]
 
 
 @pytest.mark.covering(0)
 @pytest.mark.property
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_any_model_in_its_own_dtypes_gives_the_same_bits_in_all_stages(ranks: RankPool, world_size: int) -> None:
-    """Not like the plain loop: in fp32 Adam turns the rounding of a gradient of nearly 0 into a step of `lr`."""
+def test_any_model_in_its_own_dtypes_gives_the_same_bits_in_all_stages(
+    ranks: RankPool, world_size: int
+) -> None:
+    """Not like the plain loop: in fp32 Adam turns the rounding of a gradient of nearly
+    0 into a step of `lr`.
+    """
 
     @examples(8)
     @given(model=models(), threshold=st.sampled_from([0, 5, 10**6]))
@@ -1355,11 +1532,14 @@ class Teacher(nn.Module):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_parameter_that_the_forward_changes_is_refused_in_every_stage(ranks: RankPool, stage: int) -> None:
+def test_a_parameter_that_the_forward_changes_is_refused_in_every_stage(
+    ranks: RankPool, stage: int
+) -> None:
     with pytest.raises(RankError) as raised:
         ranks(2, train, Teacher, rows_of_four, config(stage), num_steps=1)
     assert all(
-        isinstance(error, ValueError) and "must not be changed in place" in str(error) for error in raised.value.errors
+        isinstance(error, ValueError) and "must not be changed in place" in str(error)
+        for error in raised.value.errors
     )
 
 
@@ -1392,7 +1572,9 @@ def test_a_state_dict_is_taken_as_far_as_it_goes_by_a_module_on_meta() -> None:
     assert all(bool((tensor == 7).all()) for tensor in full.values())
 
 
-@pytest.mark.parametrize(("call", "field"), [(lambda step: step.gather(step.init(), to="rank1"), "to")])
+@pytest.mark.parametrize(
+    ("call", "field"), [(lambda step: step.gather(step.init(), to="rank1"), "to")]
+)
 def test_a_word_that_is_not_a_choice_is_reported(call: Any, field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}: must be"):
         call(fzero.make_train_step(nn.Linear(2, 2), config(1)))

@@ -1,4 +1,6 @@
-"""The laws of the pretended device, which finds what is out of order; and fzero's code for a device, run on it."""
+"""The laws of the pretended device, which finds what is out of order; and fzero's code
+for a device, run on it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from fzero.storage.shard_transfer import BufferPool
 from fzero.storage.stream import Mover, Streamed, update_streamed
 from sharding import Placement, TensorSpec
 
-# --- which memory ------------------------------------------------------------------------------------------------
+# --- which memory ---------------------------------------------------------------------------------
 
 
 def test_a_tensor_is_on_the_device_that_it_was_made_on_or_of() -> None:
@@ -43,7 +45,12 @@ def test_a_tensor_is_on_the_device_that_it_was_made_on_or_of() -> None:
             torch.empty_like(host, device=cuda),
             x.double(),
         ]
-        made += [x.new_empty(2), torch.tensor([1], device="cuda"), host.cuda(), torch.nn.Linear(2, 2).cuda().weight]
+        made += [
+            x.new_empty(2),
+            torch.tensor([1], device="cuda"),
+            host.cuda(),
+            torch.nn.Linear(2, 2).cuda().weight,
+        ]
         assert all(y.device == cuda and y.is_cuda and not y.is_cpu for y in made)
         weight = torch.ones(6, device="cuda", requires_grad=True)
         (weight * x).sum().backward()
@@ -64,7 +71,13 @@ def test_a_tensor_is_on_the_device_that_it_was_made_on_or_of() -> None:
             x.numpy()
         before = torch.cuda.memory_allocated()
         del x, made, back
-        assert 0 < torch.cuda.memory_allocated() < before <= torch.cuda.max_memory_allocated() == card.max_nbytes
+        assert (
+            0
+            < torch.cuda.memory_allocated()
+            < before
+            <= torch.cuda.max_memory_allocated()
+            == card.max_nbytes
+        )
     assert not torch.cuda.is_available() and host.device.type == "cpu"
 
 
@@ -118,7 +131,7 @@ def test_bytes_that_cross_are_counted() -> None:
         assert card.crossed == Crossed(56, 29) and sum(card.waits.values()) == waits + 1
 
 
-# --- in which order ----------------------------------------------------------------------------------------------
+# --- in which order -------------------------------------------------------------------------------
 
 
 def side_stream_makes(order: str) -> None:
@@ -148,7 +161,9 @@ def side_item(side: Any, x: Tensor) -> None:
         x[0].item()
 
 
-@pytest.mark.parametrize("order", ["wait_stream", "wait_event", "of the stream", "of all", "query", "a number"])
+@pytest.mark.parametrize(
+    "order", ["wait_stream", "wait_event", "of the stream", "of all", "query", "a number"]
+)
 def test_work_that_waits_for_other_streams_passes(order: str) -> None:
     with PretendedCuda():
         side_stream_makes(order)
@@ -156,7 +171,10 @@ def test_work_that_waits_for_other_streams_passes(order: str) -> None:
 
 @pytest.mark.parametrize("order", ["nothing", "an event too early"])
 def test_work_that_does_not_wait_is_a_race(order: str) -> None:
-    says = r"race: aten.add.Tensor on stream 0 reads bytes 0:32 of device memory.* after aten.add_.Tensor on stream 1 writes"
+    says = (
+        r"race: aten.add.Tensor on stream 0 reads bytes 0:32 of device memory.* after "
+        r"aten.add_.Tensor on stream 1 writes"
+    )
     with pytest.raises(AssertionError, match=says), PretendedCuda():
         side_stream_makes(order)
 
@@ -164,16 +182,26 @@ def test_work_that_does_not_wait_is_a_race(order: str) -> None:
 @pytest.mark.parametrize(
     "case, races",
     [
-        ("pinned, read", True), ("pinned, written", True), ("pinned, read by another copy", False), ("other bytes", False),
-        ("pinned, synchronized", False), ("not pinned", False), ("blocking", False), ("another dtype", False),
-        ("to the host at once", True), ("pinned, a kernel's number", True), ("pinned, only its shape", False),
+        ("pinned, read", True),
+        ("pinned, written", True),
+        ("pinned, read by another copy", False),
+        ("other bytes", False),
+        ("pinned, synchronized", False),
+        ("not pinned", False),
+        ("blocking", False),
+        ("another dtype", False),
+        ("to the host at once", True),
+        ("pinned, a kernel's number", True),
+        ("pinned, only its shape", False),
     ],
-)  # fmt: skip
+)
 def test_the_host_waits_only_for_copies_that_it_must_wait_for(case: str, races: bool) -> None:
     with PretendedCuda():
         host = torch.zeros(8)
         host = host.pin_memory() if case != "not pinned" else host
-        x = torch.ones(8, device="cuda", dtype=torch.float64 if case == "another dtype" else torch.float32)
+        x = torch.ones(
+            8, device="cuda", dtype=torch.float64 if case == "another dtype" else torch.float32
+        )
 
         def run() -> None:
             if case == "to the host at once":
@@ -189,7 +217,12 @@ def test_the_host_waits_only_for_copies_that_it_must_wait_for(case: str, races: 
             if case == "pinned, read by another copy":
                 host.to("cuda", non_blocking=True)
             elif case == "pinned, only its shape":
-                torch.empty_like(host), host.new_zeros(8), torch.empty_like(host, device="cuda"), host[1:]
+                (
+                    torch.empty_like(host),
+                    host.new_zeros(8),
+                    torch.empty_like(host, device="cuda"),
+                    host[1:],
+                )
             elif case == "pinned, a kernel's number":
                 x.mul_(host[0])
             else:
@@ -197,17 +230,33 @@ def test_the_host_waits_only_for_copies_that_it_must_wait_for(case: str, races: 
 
         if not races:
             return run()
-        with pytest.raises(AssertionError, match=r"race: .* on (the host|stream 0) .* of pinned memory"):
+        with pytest.raises(
+            AssertionError, match=r"race: .* on (the host|stream 0) .* of pinned memory"
+        ):
             run()
 
 
-@example(program=[("write", 0, 0, 0, 2), ("wait", 1, 0), ("read", 1, 0, 0, 2), ("read", 2, 0, 0, 2)])
+@example(
+    program=[("write", 0, 0, 0, 2), ("wait", 1, 0), ("read", 1, 0, 0, 2), ("read", 2, 0, 0, 2)]
+)
 @examples(200)
 @given(
     program=st.lists(
         st.one_of(
-            st.tuples(st.just("read"), st.integers(0, 2), st.integers(0, 1), st.integers(0, 3), st.integers(1, 3)),
-            st.tuples(st.just("write"), st.integers(0, 2), st.integers(0, 1), st.integers(0, 3), st.integers(1, 3)),
+            st.tuples(
+                st.just("read"),
+                st.integers(0, 2),
+                st.integers(0, 1),
+                st.integers(0, 3),
+                st.integers(1, 3),
+            ),
+            st.tuples(
+                st.just("write"),
+                st.integers(0, 2),
+                st.integers(0, 1),
+                st.integers(0, 3),
+                st.integers(1, 3),
+            ),
             st.tuples(st.just("wait"), st.integers(0, 2), st.integers(0, 2)),
             st.tuples(st.just("record"), st.integers(0, 2), st.integers(0, 1)),
             st.tuples(st.just("wait event"), st.integers(0, 2), st.integers(0, 1)),
@@ -217,10 +266,15 @@ def test_the_host_waits_only_for_copies_that_it_must_wait_for(case: str, races: 
         max_size=20,
     )
 )
-def test_a_program_races_where_two_uses_have_no_path_between_them(program: list[tuple[Any, ...]]) -> None:
-    """Streams copy from and to two pinned tensors, the host uses the first: against a search in the graph of all orders."""
+def test_a_program_races_where_two_uses_have_no_path_between_them(
+    program: list[tuple[Any, ...]],
+) -> None:
+    """Streams copy from and to two pinned tensors, the host uses the first: against a
+    search in the graph of all orders.
+    """
     befores: list[set[int]] = []  # of each work: all that happens before it
-    last: dict[Any, set[int]] = {"host": set(), 0: set(), 1: set(), 2: set()}  # all that is before its next work
+    # all that is before its next work
+    last: dict[Any, set[int]] = {"host": set(), 0: set(), 1: set(), 2: set()}
     events: list[set[int]] = [set(), set()]
     uses: list[tuple[int, bool, int, int]] = []
     expected = None
@@ -248,7 +302,10 @@ def test_a_program_races_where_two_uses_have_no_path_between_them(program: list[
     found = None
     with PretendedCuda():
         pinned = [torch.zeros(8).pin_memory() for _ in range(2)]
-        streams, marks = [torch.cuda.Stream() for _ in range(3)], [torch.cuda.Event() for _ in range(2)]
+        streams, marks = (
+            [torch.cuda.Stream() for _ in range(3)],
+            [torch.cuda.Event() for _ in range(2)],
+        )
         for step, (what, *rest) in enumerate(program):
             try:
                 if what in ("read", "write"):
@@ -277,10 +334,12 @@ def test_a_program_races_where_two_uses_have_no_path_between_them(program: list[
     assert found == expected
 
 
-# --- memory given back -------------------------------------------------------------------------------------------
+# --- memory given back ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reported", ["nothing", "too early", "record_stream", "wait_stream", "synchronize"])
+@pytest.mark.parametrize(
+    "reported", ["nothing", "too early", "record_stream", "wait_stream", "synchronize"]
+)
 def test_memory_given_back_while_another_stream_uses_it_is_found(reported: str) -> None:
     def run() -> None:
         side, now = torch.cuda.Stream(), torch.cuda.current_stream()
@@ -300,7 +359,10 @@ def test_memory_given_back_while_another_stream_uses_it_is_found(reported: str) 
         now.wait_stream(side)  # too late
 
     if reported in ("nothing", "too early"):
-        says = r"given back too early: 32 bytes of stream 0, .* after aten.add_.Tensor on stream 1 writes bytes 0:32"
+        says = (
+            r"given back too early: 32 bytes of stream 0, .* after aten.add_.Tensor on "
+            r"stream 1 writes bytes 0:32"
+        )
         with pytest.raises(AssertionError, match=says), PretendedCuda():
             run()
     else:
@@ -308,36 +370,49 @@ def test_memory_given_back_while_another_stream_uses_it_is_found(reported: str) 
             run()
 
 
-# --- fzero's movers ----------------------------------------------------------------------------------------------
+# --- fzero's movers -------------------------------------------------------------------------------
 
 NUMEL, NUM_UPDATES = 1000, 3
 
 
 def stream_updates(*, runs_on: str = "cuda", pinned: bool = True, **ahead: int) -> Crossed:
-    """AdamW by sub-groups. On the device: a parameter and its state, from host memory, with the gradient there. On the CPU: the
-    same, where it lives, but for the gradient and the copy that the model computes with. Tells the bytes that crossed."""
+    """AdamW by sub-groups. On the device: a parameter and its state, from host memory,
+    with the gradient there. On the CPU: the same, where it lives, but for the gradient
+    and the copy that the model computes with. Tells the bytes that crossed."""
     transform, generator = adamw(0.1), torch.Generator().manual_seed(0)
     param, grad = torch.randn(NUMEL, generator=generator), torch.randn(NUMEL, generator=generator)
     names = "w", "w/exp_avg", "w/exp_avg_sq"
     with PretendedCuda() as card:
-        host = dict(zip(names, [param.clone(), torch.zeros(NUMEL), torch.zeros(NUMEL)], strict=True))
+        host = dict(
+            zip(names, [param.clone(), torch.zeros(NUMEL), torch.zeros(NUMEL)], strict=True)
+        )
         counters = transform.init(torch.empty(0, device=runs_on))
         if runs_on == "cuda":
             host = {name: x.pin_memory() if pinned else x for name, x in host.items()}
             given = grad.cuda()
-            buffer = Streamed(names, NUMEL, lambda *_: transform, lambda a, b: given[a:b].clone(), counters)
+            buffer = Streamed(
+                names, NUMEL, lambda *_: transform, lambda a, b: given[a:b].clone(), counters
+            )
             mover: Mover = DeviceMover(host, "cuda")
         else:
-            there = {"out": torch.empty(NUMEL, dtype=torch.bfloat16, device="cuda"), "grad": grad.cuda()}
+            there = {
+                "out": torch.empty(NUMEL, dtype=torch.bfloat16, device="cuda"),
+                "grad": grad.cuda(),
+            }
             at = lambda *part: mixed_precision(transform, state_dtype="float32", out=part[2])  # noqa: E731
             buffer = Streamed(names, NUMEL, at, None, counters, out="out", grad="grad")
-            mover = ByName(dict.fromkeys(host, Resident(host)) | dict.fromkeys(there, DeviceMover(there, "cpu")))
+            mover = ByName(
+                dict.fromkeys(host, Resident(host))
+                | dict.fromkeys(there, DeviceMover(there, "cpu"))
+            )
         before = card.crossed
         for _ in range(NUM_UPDATES):
             if runs_on == "cpu":
                 there["grad"].mul_(1.0)  # as if a backward had made it just now
             update_streamed([buffer], mover, sub_group_numel=64, **ahead)
-        crossed = Crossed(card.crossed.to_device - before.to_device, card.crossed.to_host - before.to_host)
+        crossed = Crossed(
+            card.crossed.to_device - before.to_device, card.crossed.to_host - before.to_host
+        )
         found = [x.clone() for x in host.values()]  # which must be there by now
         copy = there["out"].clone().cpu() if runs_on == "cpu" else found[0].bfloat16()
     state = transform.init(param)
@@ -385,7 +460,11 @@ def leave_out(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("runs_on", "wait", "says"),
     [
-        ("cuda", "wait_event", "race: aten.* on stream 0 .* of device memory, .* aten.copy_.default on stream 1"),
+        (
+            "cuda",
+            "wait_event",
+            "race: aten.* on stream 0 .* of device memory, .* aten.copy_.default on stream 1",
+        ),
         ("cuda", "wait_stream", "race: aten.copy_.default on stream 2 reads .* of device memory"),
         (
             "cuda",
@@ -393,8 +472,16 @@ def leave_out(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
             "race: aten.copy_.default on stream 1 reads .* of pinned memory, .* on stream 2 writes",
         ),
         ("cuda", "record_stream", "given back too early: 256 bytes of stream 1"),
-        ("cpu", "wait_stream", "race: aten.copy_.default on stream 1 reads .* of device memory, .* stream 0 writes"),
-        ("cpu", "synchronize", "race: .* on the host .* bytes 0:256 of pinned memory, .* on stream 1 writes"),
+        (
+            "cpu",
+            "wait_stream",
+            "race: aten.copy_.default on stream 1 reads .* of device memory, .* stream 0 writes",
+        ),
+        (
+            "cpu",
+            "synchronize",
+            "race: .* on the host .* bytes 0:256 of pinned memory, .* on stream 1 writes",
+        ),
     ],
 )
 def test_a_wait_that_a_mover_leaves_out_is_found(
@@ -406,12 +493,16 @@ def test_a_wait_that_a_mover_leaves_out_is_found(
 
 
 def pass_over_shards(*, pinned: bool = True, asks_ahead: bool = True) -> None:
-    """What a forward and a backward ask of a transfer: shards in turn, of which gradients are made, some in two additions."""
+    """What a forward and a backward ask of a transfer: shards in turn, of which
+    gradients are made, some in two additions.
+    """
     shards = {f"h.{number}": torch.arange(float(64 + number)) for number in range(4)}
     grads = {name: torch.ones(len(x)) for name, x in shards.items()}
     with PretendedCuda() as card:
         if pinned:
-            shards, grads = ({name: x.pin_memory() for name, x in of.items()} for of in (shards, grads))
+            shards, grads = (
+                {name: x.pin_memory() for name, x in of.items()} for of in (shards, grads)
+            )
         transfer, names = MovingTransfer(torch.device("cuda", 0), BufferPool()), list(shards)
         for name, following in zip(names, [*names[1:], None]):
             here = transfer.load(name, shards[name])
@@ -446,19 +537,22 @@ def test_shards_come_and_gradients_go_without_a_race(pinned: bool, asks_ahead: b
     [
         (
             "wait_event",
-            "race: aten.mul.Tensor on stream 0 reads .* of device memory, .* aten._to_copy.default on stream 1",
+            "race: aten.mul.Tensor on stream 0 reads .* of device memory, .* aten._to_copy.default "
+            "on stream 1",
         ),
         ("synchronize", "race: .* of pinned memory, .* aten.copy_.default on stream 2 writes"),
         ("record_stream", "given back too early: 256 bytes of stream 1"),
     ],
 )
-def test_a_wait_that_a_stage_leaves_out_is_found(wait: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_a_stage_leaves_out_is_found(
+    wait: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave_out(wait, monkeypatch)
     with pytest.raises(AssertionError, match=says):
         pass_over_shards()
 
 
-# --- whole steps -------------------------------------------------------------------------------------------------
+# --- whole steps ----------------------------------------------------------------------------------
 
 ALONE = {"bf16_master_weights_and_grads": True, "stochastic_rounding": True}
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -472,7 +566,9 @@ WIDTH, NUM_BLOCKS, NUM_STEPS = 8, 3, 2
 
 def on_host(*quantities: str, pinned: bool = True) -> dict[str, Any]:
     """Keys of `zero_optimization`."""
-    return {f"offload_{quantity}": {"device": "cpu", "pin_memory": pinned} for quantity in quantities}
+    return {
+        f"offload_{quantity}": {"device": "cpu", "pin_memory": pinned} for quantity in quantities
+    }
 
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -484,10 +580,18 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(device: str, stage: int, precision: str, zero: dict[str, Any], optimizer: str = "AdamW") -> dict[str, Tensor]:
-    """What a training of some steps leaves, brought to host memory: losses, weights, and what is in memory of the state."""
+def train(
+    device: str, stage: int, precision: str, zero: dict[str, Any], optimizer: str = "AdamW"
+) -> dict[str, Tensor]:
+    """What a training of some steps leaves, brought to host memory: losses, weights,
+    and what is in memory of the state.
+    """
     model = make(lambda: Plain(WIDTH, NUM_BLOCKS)).to(device)
-    small = {"stage3_param_persistence_threshold": 0, "sub_group_size": 64, "reduce_bucket_size": 100}
+    small = {
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": 64,
+        "reduce_bucket_size": 100,
+    }
     cfg = {
         "optimizer": {"type": optimizer, "params": {"lr": 1e-2}},
         "gradient_clipping": 1.0,
@@ -512,8 +616,12 @@ def trained_on_cpu(stage: int, precision: str, optimizer: str = "AdamW") -> dict
     return train("cpu", stage, precision, {}, optimizer)
 
 
-def check_on_device(stage: int, precision: str, zero: dict[str, Any], optimizer: str = "AdamW") -> None:
-    """Raises unless a training on the device has no race, and leaves the bits of the one on the CPU."""
+def check_on_device(
+    stage: int, precision: str, zero: dict[str, Any], optimizer: str = "AdamW"
+) -> None:
+    """Raises unless a training on the device has no race, and leaves the bits of the
+    one on the CPU.
+    """
     expected = trained_on_cpu(stage, precision, optimizer)
     with PretendedCuda():
         found = train("cuda", stage, precision, zero, optimizer)
@@ -525,7 +633,11 @@ def check_on_device(stage: int, precision: str, zero: dict[str, Any], optimizer:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "stage, placement",
-    [(stage, at) for at, zero in PLACEMENTS.items() for stage in ([3] if "offload_param" in zero else range(4))],
+    [
+        (stage, at)
+        for at, zero in PLACEMENTS.items()
+        for stage in ([3] if "offload_param" in zero else range(4))
+    ],
 )
 def test_a_step_on_the_device_gives_the_bits_of_the_cpu_without_a_race(
     stage: int, precision: str, placement: str
@@ -535,13 +647,17 @@ def test_a_step_on_the_device_gives_the_bits_of_the_cpu_without_a_race(
 
 @pytest.mark.parametrize("placement", ["optimizer on the host", "all on the host"])
 @pytest.mark.parametrize("optimizer", ["Lamb", "Muon"])
-def test_so_does_an_optimizer_that_looks_at_whole_parameters(optimizer: str, placement: str) -> None:
+def test_so_does_an_optimizer_that_looks_at_whole_parameters(
+    optimizer: str, placement: str
+) -> None:
     check_on_device(3, "bf16", PLACEMENTS[placement], optimizer)
 
 
 @pytest.mark.parametrize("quantities", [["optimizer"], ["param"], ["optimizer", "param"]])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_so_does_a_step_whose_state_is_in_files(precision: str, quantities: list[str], tmp_path: Path) -> None:
+def test_so_does_a_step_whose_state_is_in_files(
+    precision: str, quantities: list[str], tmp_path: Path
+) -> None:
     files = {"device": "nvme", "nvme_path": str(tmp_path)}
     check_on_device(3, precision, {f"offload_{quantity}": files for quantity in quantities})
 
@@ -557,9 +673,15 @@ def test_a_wait_that_a_step_leaves_out_is_found(wait: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_a_learned_step_never_waits_for_the_device(stage: int, precision: str) -> None:
-    """What is learned in the first step aside, with all state and the batch on the device."""
+    """What is learned in the first step aside, with all state and the batch on the
+    device.
+    """
     with PretendedCuda() as card:
-        cfg = {"zero_optimization": {"stage": stage}, "train_batch_size": 4, "gradient_accumulation_steps": 2}
+        cfg = {
+            "zero_optimization": {"stage": stage},
+            "train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+        }
         cfg |= PRECISIONS[precision]
         step = fzero.make_train_step(make(lambda: Plain(WIDTH, 2)).cuda(), cfg)
         state, batch = step.init(), tuple(x.cuda() for x in vectors(0, 4, WIDTH))
@@ -577,20 +699,34 @@ def test_a_learned_step_never_waits_for_the_device(stage: int, precision: str) -
 def test_of_state_on_the_host_gradients_and_parameters_cross_and_nothing_else(
     stage: int, placement: str, num_brought: float
 ) -> None:
-    """Some numbers without a dimension aside: fewer bytes than any of the state's tensors has."""
+    """Some numbers without a dimension aside: fewer bytes than any of the state's
+    tensors has.
+    """
     with PretendedCuda() as card:
-        cfg = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0} | PLACEMENTS[placement]}
+        cfg = {
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}
+            | PLACEMENTS[placement]
+        }
         step = fzero.make_train_step(make(lambda: Plain(64, 2)).cuda(), cfg | PRECISIONS["bf16"])
         state, batch = step.init(), tuple(x.cuda() for x in vectors(0, 4, 64))
         for _ in range(2):
             before, card.waits = card.crossed, Counter()
             state, _ = step(state, batch)
         to_device, to_host = (now - then for now, then in zip(card.crossed, before, strict=True))
-        assert sum(card.waits.values()) <= 4, "for numbers that the update needs, not of each buffer"
-        left = card.pinned_nbytes() - sum(x.nbytes for x in optree.tree_leaves(state) if x.is_pinned())
+        assert sum(card.waits.values()) <= 4, (
+            "for numbers that the update needs, not of each buffer"
+        )
+        left = card.pinned_nbytes() - sum(
+            x.nbytes for x in optree.tree_leaves(state) if x.is_pinned()
+        )
         assert left == 0, "no copy outlives its update"
-        pinned = {part: all(x.is_pinned() for x in getattr(state, part).values()) for part in ("grads", "master")}
-    assert pinned == {"grads": stage >= 2, "master": False}, "of what is on the host only what crosses"
+        pinned = {
+            part: all(x.is_pinned() for x in getattr(state, part).values())
+            for part in ("grads", "master")
+        }
+    assert pinned == {"grads": stage >= 2, "master": False}, (
+        "of what is on the host only what crosses"
+    )
     nbytes = sum(2 * buffer.padded_numel for buffer in step.plan.flat_buffers)
     assert 0 <= to_host - nbytes < 128 and 0 <= to_device - num_brought * nbytes < 128
 
@@ -606,11 +742,15 @@ PLACED: dict[str, Any] = {
 
 @pytest.mark.parametrize("there", PLACED)
 @pytest.mark.parametrize("here", PLACED)
-def test_a_state_is_taken_where_it_belongs_and_brought_there_by_place(here: str, there: str) -> None:
+def test_a_state_is_taken_where_it_belongs_and_brought_there_by_place(
+    here: str, there: str
+) -> None:
     cfg = {"zero_optimization": {"stage": 2}} | PRECISIONS["bf16"]
 
     def made(placements: Any, device: str) -> fzero.TrainStep:
-        return fzero.make_train_step(make(lambda: Plain(WIDTH, 2)).to(device), cfg, placements=placements)
+        return fzero.make_train_step(
+            make(lambda: Plain(WIDTH, 2)).to(device), cfg, placements=placements
+        )
 
     alone = made(None, "cpu")
     state = alone.init()
@@ -623,13 +763,16 @@ def test_a_state_is_taken_where_it_belongs_and_brought_there_by_place(here: str,
         state, _ = first(first.init(), batches[0])
         if here != there:
             with pytest.raises(
-                ValueError, match=r"must be on (cpu|cuda:0) in this step, got a tensor on .* fzero.place"
+                ValueError,
+                match=r"must be on (cpu|cuda:0) in this step, got a tensor on .* fzero.place",
             ):
                 second(state, batches[1])
         for batch in batches[1:]:
             state, _ = second(fzero.place(state, second), batch)
         assert all(
-            x.is_pinned() == (there == "a part") for x in optree.tree_leaves(state.optimizer) if x.ndim and x.is_cpu
+            x.is_pinned() == (there == "a part")
+            for x in optree.tree_leaves(state.optimizer)
+            if x.ndim and x.is_cpu
         )
         assert all(same_bits(x, expected[name]) for name, x in second.gather(state).items())
 
@@ -649,7 +792,9 @@ def test_place_brings_a_short_tensor_of_an_optimizer_to_where_the_update_runs() 
     host = {"optimizer/*": HOST}
     with PretendedCuda():
         steps = [
-            fzero.make_train_step(make(lambda: Plain(WIDTH, 2)).cuda(), {}, transform=scaled, placements=placements)
+            fzero.make_train_step(
+                make(lambda: Plain(WIDTH, 2)).cuda(), {}, transform=scaled, placements=placements
+            )
             for placements in (None, host)
         ]
         batch, found = tuple(x.cuda() for x in vectors(0, 4, WIDTH)), []
@@ -694,7 +839,10 @@ def test_an_error_for_want_of_memory_shows_the_plan_the_peak_and_where_a_snapsho
 def test_a_backward_of_a_script_runs_in_its_thread_from_the_first_forward_of_an_engine() -> None:
     """On a device autograd would use another thread, in which nothing is bound."""
     with PretendedCuda():
-        cfg = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        cfg = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        }
         engine, *_ = fzero.initialize(model=make(lambda: Plain(WIDTH, 2)).cuda(), config=cfg)
         assert torch._C._is_multithreading_enabled()
         try:
@@ -715,7 +863,9 @@ def test_a_device_updates_more_elements_in_one_kernel_than_fit_into_the_cache_of
     """A host that launched a kernel for each of them would be slower than the device."""
     calls: list[int] = []
     kernel = torch._fused_adamw_
-    monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **how: calls.append(1) or kernel(*args, **how))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        torch, "_fused_adamw_", lambda *args, **how: calls.append(1) or kernel(*args, **how)
+    )  # type: ignore[func-returns-value]
     with PretendedCuda():
         param = torch.zeros(2 * TILE, device=device)
         narrow = param.bfloat16()

@@ -1,4 +1,6 @@
-"""Ranks in lockstep on the pretended device: their bits, their order of work, and their random numbers."""
+"""Ranks in lockstep on the pretended device: their bits, their order of work, and their
+random numbers.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,23 @@ class Drops(Plain):
 
 
 def train(device: str, stage: int, precision: str, zero: dict[str, Any]) -> dict[str, Tensor]:
-    """What a training of some steps leaves on all ranks, in host memory, without the random states."""
+    """What a training of some steps leaves on all ranks, in host memory, without the
+    random states.
+    """
     cfg = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "gradient_clipping": 1.0,
         "gradient_accumulation_steps": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "sub_group_size": 64} | zero,
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": 64,
+        }
+        | zero,
     }
-    step = fzero.make_train_step(make(lambda: Drops(WIDTH, 3)).to(device), cfg | PRECISIONS[precision])
+    step = fzero.make_train_step(
+        make(lambda: Drops(WIDTH, 3)).to(device), cfg | PRECISIONS[precision]
+    )
     ranks = fzero.simulate(step, WORLD, by="lockstep")
     state, found = ranks.init(), dict[str, Tensor]()
     for number in range(NUM_STEPS):
@@ -51,7 +62,11 @@ def train(device: str, stage: int, precision: str, zero: dict[str, Any]) -> dict
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "stage, placement",
-    [(stage, at) for at, zero in PLACEMENTS.items() for stage in ([3] if "offload_param" in zero else range(4))],
+    [
+        (stage, at)
+        for at, zero in PLACEMENTS.items()
+        for stage in ([3] if "offload_param" in zero else range(4))
+    ],
 )
 def test_ranks_in_lockstep_on_a_device_have_the_bits_of_the_cpu_without_a_race(
     stage: int, precision: str, placement: str

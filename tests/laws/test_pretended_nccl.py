@@ -1,4 +1,6 @@
-"""Steps of several ranks on the pretended device, with collectives in the order and with the lifetimes of NCCL."""
+"""Steps of several ranks on the pretended device, with collectives in the order and
+with the lifetimes of NCCL.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,20 @@ PARTS: dict[str, dict[str, Any]] = PLACEMENTS | {"coded": {}, "LoCo": {}}
 
 
 def train(device: str, mode: str, mesh: Mesh, precision: str, case: str) -> dict[str, Tensor]:
-    """What some steps leave on a rank, in host memory: losses, norms, all tensors of the state, and weights."""
+    """What some steps leave on a rank, in host memory: losses, norms, all tensors of
+    the state, and weights.
+    """
     model = make(lambda: Plain(WIDTH, 3)).to(device)
-    keys = PRECISIONS[precision] | {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2, "train_batch_size": 8}
+    keys = PRECISIONS[precision] | {
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": 2,
+        "train_batch_size": 8,
+    }
     cfg = config_of(mode, mesh, **keys)
-    cfg["zero_optimization"] |= PLACEMENTS.get(case, {}) | {"reduce_bucket_size": 100, "sub_group_size": 64}
+    cfg["zero_optimization"] |= PLACEMENTS.get(case, {}) | {
+        "reduce_bucket_size": 100,
+        "sub_group_size": 64,
+    }
     hooks = {}
     if case in ("coded", "LoCo"):
         coded = fzero.comms.compressed(fzero.comms.quantize(8))
@@ -55,14 +66,22 @@ def train(device: str, mode: str, mesh: Mesh, precision: str, case: str) -> dict
 
 
 def differing(*how: Any, without: str | None = None) -> tuple[list[str], list[str]]:
-    """On a rank: the names of what differs from a run on the CPU, and the kinds of collectives that ran."""
+    """On a rank: the names of what differs from a run on the CPU, and the kinds of
+    collectives that ran.
+    """
     expected = train("cpu", *how)
-    with pytest.MonkeyPatch.context() as patches, PretendedCuda() as card, pretended_nccl(card) as nccl:
+    with (
+        pytest.MonkeyPatch.context() as patches,
+        PretendedCuda() as card,
+        pretended_nccl(card) as nccl,
+    ):
         if without:
             leave_out(without, patches)
         found = train("cuda", *how)
     assert found.keys() == expected.keys()
-    return [name for name, x in found.items() if not same_bits(x, expected[name])], sorted(set(nccl.started))
+    return [name for name, x in found.items() if not same_bits(x, expected[name])], sorted(
+        set(nccl.started)
+    )
 
 
 @pytest.mark.covering(1)
@@ -80,12 +99,14 @@ def test_a_step_of_several_ranks_has_no_race_and_the_bits_of_the_cpu(
 
 
 @pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
-def test_a_wait_that_a_step_of_several_ranks_leaves_out_is_found(ranks: RankPool, wait: str) -> None:
+def test_a_wait_that_a_step_of_several_ranks_leaves_out_is_found(
+    ranks: RankPool, wait: str
+) -> None:
     with pytest.raises(RankError, match=r"race|given back too early"):
         ranks(4, differing, "hpz 3", MESHES["2x2"], "fp32", "LoCo", without=wait)
 
 
-# --- threads and groups --------------------------------------------------------------------------------------------
+# --- threads and groups ---------------------------------------------------------------------------
 
 
 class Seen(Plain):
@@ -96,18 +117,27 @@ class Seen(Plain):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.found.add(("forward", torch._C._is_multithreading_enabled()))
         x = x.requires_grad_() * 1
-        x.register_hook(lambda grad: self.found.add(("backward", torch._C._is_multithreading_enabled())))
+        x.register_hook(
+            lambda grad: self.found.add(("backward", torch._C._is_multithreading_enabled()))
+        )
         return super().forward(x, y)
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_autograd_runs_a_step_in_the_thread_of_the_caller(stage: int) -> None:
-    """On a device it would use another thread, with other thread-local state, for which lockstep ranks would wait."""
+    """On a device it would use another thread, with other thread-local state, for which
+    lockstep ranks would wait.
+    """
     model = make(lambda: Seen(WIDTH, 2))
     model.found = set()
-    step = fzero.make_train_step(model, {"zero_optimization": {"stage": stage}, "train_batch_size": 4})
+    step = fzero.make_train_step(
+        model, {"zero_optimization": {"stage": stage}, "train_batch_size": 4}
+    )
     step(step.init(), vectors(0, 4, WIDTH))
-    assert model.found == {("forward", False), ("backward", False)} and torch._C._is_multithreading_enabled()
+    assert (
+        model.found == {("forward", False), ("backward", False)}
+        and torch._C._is_multithreading_enabled()
+    )
 
 
 DEVICE_THREAD = """
@@ -153,10 +183,15 @@ os._exit(0)  # the engine's thread of the device never ends
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"), reason="torch < 2.12"
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="torch < 2.12",
 )
-def test_pytorch_runs_a_backward_of_a_device_in_the_thread_of_the_caller_if_it_may_not_use_others() -> None:
-    found = subprocess.run([sys.executable, "-c", DEVICE_THREAD], capture_output=True, text=True, timeout=120)
+def test_pytorch_runs_a_backward_of_a_device_in_the_thread_of_the_caller_if_it_may_not_use_others() -> (
+    None
+):
+    found = subprocess.run(
+        [sys.executable, "-c", DEVICE_THREAD], capture_output=True, text=True, timeout=120
+    )
     assert found.stdout.strip() == "[False, True]", found.stderr
 
 
@@ -171,19 +206,29 @@ def group_beside_a_bound_device() -> bool:
         whole.bound_device_id = None
 
 
-def test_a_group_of_some_ranks_needs_no_call_of_the_others_where_the_job_has_bound_its_device(ranks: RankPool) -> None:
+def test_a_group_of_some_ranks_needs_no_call_of_the_others_where_the_job_has_bound_its_device(
+    ranks: RankPool,
+) -> None:
     assert all(ranks(4, group_beside_a_bound_device))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_job_on_cards_binds_each_rank_to_its_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then NCCL connects when the group is made, where a rank that cannot is reported. gloo gets no device."""
+def test_a_job_on_cards_binds_each_rank_to_its_own(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then NCCL connects when the group is made, where a rank that cannot is reported.
+    gloo gets no device.
+    """
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(process_group, "launched", lambda: RankInfo(1, 4, 3, "127.0.0.1", 29500, "torchrun"))
+    monkeypatch.setattr(
+        process_group, "launched", lambda: RankInfo(1, 4, 3, "127.0.0.1", 29500, "torchrun")
+    )
     monkeypatch.setattr(process_group, "keep_watch", lambda: None)
     monkeypatch.setattr(process_group.atexit, "register", lambda leave: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: bool(made))
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: made.append(how | {"backend": backend}))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **how: made.append(how | {"backend": backend})
+    )
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     chosen: list[int] = []
@@ -193,4 +238,8 @@ def test_a_job_on_cards_binds_each_rank_to_its_own(device: str, monkeypatch: pyt
     if device == "cpu":
         assert how["backend"] == "gloo" and "device_id" not in how and not chosen
     else:
-        assert how["backend"] == "nccl" and how["device_id"] == torch.device("cuda", 3) and chosen == [3]
+        assert (
+            how["backend"] == "nccl"
+            and how["device_id"] == torch.device("cuda", 3)
+            and chosen == [3]
+        )

@@ -1,4 +1,6 @@
-"""docs/reading.md: the path through the core is short, and the places that it names exist."""
+"""docs/reading.md: the path through the core is short, and the places that it names
+exist.
+"""
 
 from __future__ import annotations
 
@@ -26,4 +28,6 @@ def test_eleven_changes_are_named_with_places_that_exist() -> None:
         assert all((ROOT / name).exists() for name in files), row
         place = row.split("|")[2]
         for name in re.findall(r"`([A-Za-z_]+)(?:\.(\w+))?`", place):
-            assert any(re.search(rf"\b{part}\b", source) for source in sources for part in name if part), (row, name)
+            assert any(
+                re.search(rf"\b{part}\b", source) for source in sources for part in name if part
+            ), (row, name)

@@ -21,7 +21,10 @@ import fzero.testing
 ROOT = Path(__file__).parents[2]
 
 CORE = "sharding common comms optim data config compression plans"
-STEP = f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step simulation"
+STEP = (
+    f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step "
+    f"simulation"
+)
 MAY_IMPORT: dict[str, str] = {
     "sharding": "",
     "common": "sharding",
@@ -42,7 +45,9 @@ MAY_IMPORT: dict[str, str] = {
     "graph": f"{CORE} state verbs storage model runtime",
     "parallelism": f"{CORE} runtime pipeline graph estimation",
     "step": f"{CORE} state verbs storage model runtime graph transforms parallelism",
-    "simulation": f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step",
+    "simulation": (
+        f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step"
+    ),
     "resharding": STEP,
     "estimation": f"{CORE} state storage model runtime pipeline graph transforms",  # needs no step
     "checkpoint": f"{STEP} resharding",
@@ -58,17 +63,27 @@ MAY_IMPORT: dict[str, str] = {
     "fzero": "*",
     "__main__": "*",
 }
-"""What each room may import, wherever in a file the import stands. Nobody imports the public names but who stands above them."""
+"""What each room may import, wherever in a file the import stands. Nobody imports the
+public names but who stands above them.
+"""
 
 INTEGERS_ONLY = {
-    *("sharding", "sharding.checks", "sharding.dtypes", "sharding.partition", "sharding.order", "sharding.layout"),
+    *(
+        "sharding",
+        "sharding.checks",
+        "sharding.dtypes",
+        "sharding.partition",
+        "sharding.order",
+        "sharding.layout",
+    ),
     *("sharding.specs", "sharding.buckets", "sharding.flat_runs", "sharding.transfer"),
 }
 PACKAGES = ("sharding", "fzero")
 
 BELOW_THE_SURFACE = {
     "benchmarks.nvme": {
-        f"fzero.storage.{name}" for name in ("file_store", "file_tensor", "host_memory", "movers", "stream")
+        f"fzero.storage.{name}"
+        for name in ("file_store", "file_tensor", "host_memory", "movers", "stream")
     },
     "benchmarks.offload_timeline": {"fzero.storage.direct_io", "fzero.storage.stream"},
     "benchmarks.plans": {"fzero.profiling.machine"},
@@ -76,11 +91,14 @@ BELOW_THE_SURFACE = {
 """What measures parts that users do not call, and the modules of these."""
 
 PUBLIC_MODULES = {"sharding", "sharding.views", "sharding.reference", "sharding.testing"}
-"""The modules of sharding that users may import. Of fzero they may import the package and its doors."""
+"""The modules of sharding that users may import. Of fzero they may import the package
+and its doors.
+"""
 
 ROOT_NAMES = 39
-"""Public names of `fzero` itself: what a training loop of one's own calls, `log` among them, and `notebook_launch`, which a
-notebook calls around such a loop; all others stand behind a door."""
+"""Public names of `fzero` itself: what a training loop of one's own calls, `log` among
+them, and `notebook_launch`, which a notebook calls around such a loop; all others stand
+behind a door."""
 
 
 def name_of(path: Path) -> str:
@@ -98,7 +116,9 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imports(path: Path, *, runs: bool = False) -> Iterator[tuple[str, str | None]]:
-    """Every import of a file, also inside functions: (module, name from it or None); with `runs`, without `annotations_only`."""
+    """Every import of a file, also inside functions: (module, name from it or None);
+    with `runs`, without `annotations_only`.
+    """
     unused = annotations_only(path) if runs else set[ast.AST]()
     for node in ast.walk(tree_of(path)):
         if node in unused:
@@ -111,16 +131,26 @@ def imports(path: Path, *, runs: bool = False) -> Iterator[tuple[str, str | None
 
 
 def annotations_only(path: Path) -> set[ast.AST]:
-    """The imports under `if TYPE_CHECKING:`, which never run. Those of a door do: the door imports a name when it is used."""
-    blocks = [x for x in tree_of(path).body if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING"]
-    return set() if path.name == "__init__.py" else {node for block in blocks for node in block.body}
+    """The imports under `if TYPE_CHECKING:`, which never run. Those of a door do: the
+    door imports a name when it is used.
+    """
+    blocks = [
+        x
+        for x in tree_of(path).body
+        if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING"
+    ]
+    return (
+        set() if path.name == "__init__.py" else {node for block in blocks for node in block.body}
+    )
 
 
 MODULES = {name_of(path) for path in files(*PACKAGES)}
 
 
 def imported_modules(path: Path, *, runs: bool = False) -> set[str]:
-    """`from fzero.comms import collectives` imports the module, and `from sharding.views import pad` one as well."""
+    """`from fzero.comms import collectives` imports the module, and
+    `from sharding.views import pad` one as well.
+    """
     modules = set()
     for module, name in imports(path, runs=runs):
         inner = f"{module}.{name}"
@@ -148,12 +178,18 @@ def attributes(path: Path) -> set[str]:
 
 
 def own_imports(path: Path, *, runs: bool = False) -> set[str]:
-    return {module for module in imported_modules(path, runs=runs) if module.partition(".")[0] in PACKAGES}
+    return {
+        module
+        for module in imported_modules(path, runs=runs)
+        if module.partition(".")[0] in PACKAGES
+    }
 
 
 def test_every_room_is_in_the_table_and_says_what_it_is_for() -> None:
     assert {room_of(module) for module in MODULES} == set(MAY_IMPORT)
-    for folder in (path for path in (ROOT / "fzero").rglob("*") if path.is_dir() and any(path.glob("*.py"))):
+    for folder in (
+        path for path in (ROOT / "fzero").rglob("*") if path.is_dir() and any(path.glob("*.py"))
+    ):
         assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
 
 
@@ -170,7 +206,9 @@ def test_rooms_import_what_is_below_them() -> None:
 
 def test_no_module_imports_itself_by_way_of_others_of_its_room() -> None:
     beside = {
-        name_of(path): {x for x in own_imports(path, runs=True) if room_of(x) == room_of(name_of(path))}
+        name_of(path): {
+            x for x in own_imports(path, runs=True) if room_of(x) == room_of(name_of(path))
+        }
         - {name_of(path)}
         for path in files(*PACKAGES)
     }
@@ -181,15 +219,21 @@ def test_no_module_imports_itself_by_way_of_others_of_its_room() -> None:
 def test_modules_of_integers_do_not_import_torch() -> None:
     for path in files("sharding"):
         if name_of(path) in INTEGERS_ONLY:
-            assert not any(module.partition(".")[0] == "torch" for module in imported_modules(path)), path
+            assert not any(
+                module.partition(".")[0] == "torch" for module in imported_modules(path)
+            ), path
 
 
 def users_of(*, module: str, but: str) -> set[str]:
     """The modules that name something of a module of torch, but of a part of it."""
 
     def uses(path: Path) -> bool:
-        names = {f"{module}.{name}" if name else module for module, name in imports(path)} | attributes(path)
-        return any(f"{name}.".startswith(module) and not f"{name}.".startswith(but) for name in names)
+        names = {
+            f"{module}.{name}" if name else module for module, name in imports(path)
+        } | attributes(path)
+        return any(
+            f"{name}.".startswith(module) and not f"{name}.".startswith(but) for name in names
+        )
 
     return {name_of(path) for path in files("fzero", "sharding", "examples") if uses(path)}
 
@@ -199,11 +243,17 @@ def test_torch_distributed_is_named_behind_one_door_only_and_its_files_behind_an
     assert users_of(module="torch.distributed.", but=checkpoints) == {
         "fzero.launch.agent",
         "fzero.launch.rendezvous",
-        *(f"fzero.comms.{name}" for name in ("axes", "collectives", "pending", "process_group", "traced")),
+        *(
+            f"fzero.comms.{name}"
+            for name in ("axes", "collectives", "pending", "process_group", "traced")
+        ),
         "fzero.comms.hangs.failures",
         "fzero.deepspeed.comm.comm",
     }  # two start ranks, and the last one is torch.distributed under another name
-    assert users_of(module=checkpoints, but="-") == {"fzero.checkpoint.dcp_format", "fzero.common.pickles"}
+    assert users_of(module=checkpoints, but="-") == {
+        "fzero.checkpoint.dcp_format",
+        "fzero.common.pickles",
+    }
 
 
 OTHERS = {"fzero.integrations.transformers": ["Trainer", "TrainingArguments"]}
@@ -230,13 +280,18 @@ def test_examples_and_benchmarks_import_public_names_only(path: Path) -> None:
 
 def test_nothing_but_a_test_imports_a_test() -> None:
     tests = {path.stem for path in files("tests")}
-    own = {path.stem for path in files("examples", "benchmarks")}  # they stand beside the file that imports them
+    # they stand beside the file that imports them
+    own = {path.stem for path in files("examples", "benchmarks")}
     for path in files(*PACKAGES, "examples", "benchmarks"):
         found = {module.partition(".")[0] for module in imported_modules(path)} - own
         assert not found & (tests | {"tests", "pytest"}), f"{path} imports {sorted(found & tests)}"
 
 
-DOORS = [name_of(folder) for folder in sorted((ROOT / "fzero").glob("*/__init__.py")) if "door(" in folder.read_text()]
+DOORS = [
+    name_of(folder)
+    for folder in sorted((ROOT / "fzero").glob("*/__init__.py"))
+    if "door(" in folder.read_text()
+]
 
 
 def public_names(module: str) -> list[str]:
@@ -246,7 +301,11 @@ def public_names(module: str) -> list[str]:
 @pytest.mark.parametrize("module", ["fzero", *DOORS])
 def test_every_public_name_is_there_and_hides_no_module(module: str) -> None:
     package, names = importlib.import_module(module), public_names(module)
-    assert names == sorted(names) and all(hasattr(package, name) for name in names) and {*names} <= {*dir(package)}
+    assert (
+        names == sorted(names)
+        and all(hasattr(package, name) for name in names)
+        and {*names} <= {*dir(package)}
+    )
     assert not {f"{module}.{name}" for name in names} & MODULES
     assert module != "fzero" or len(names) <= ROOT_NAMES
 
@@ -256,11 +315,17 @@ def test_no_public_name_of_sharding_hides_a_module() -> None:
 
 
 def loaded_by(*statements: str) -> Iterator[set[str]]:
-    """After each statement, the modules of `PACKAGES` that one program has loaded so far."""
+    """After each statement, the modules of `PACKAGES` that one program has loaded so
+    far.
+    """
     show = f"print(*(name for name in sys.modules if name.partition('.')[0] in {PACKAGES}))"
-    program = "\n".join(["import torch, sys", *(line for statement in statements for line in (statement, show))])
+    program = "\n".join(
+        ["import torch, sys", *(line for statement in statements for line in (statement, show))]
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     return ({*line.split()} for line in ended.stdout.splitlines())
 
 
@@ -291,7 +356,9 @@ def test_a_built_wheel_imports_every_room(tmp_path: Path) -> None:
     ]  # as pip calls it
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     (wheel,) = (tmp_path / "dist").iterdir()
-    rooms = sorted({name_of(path) for path in files("fzero", "sharding") if path.name == "__init__.py"})
+    rooms = sorted(
+        {name_of(path) for path in files("fzero", "sharding") if path.name == "__init__.py"}
+    )
     program = f"""
 import importlib, sys, zipfile
 alias = ("names.json", "ops/adam/cpu_adam.pyi", "alias_path/bin/deepspeed", "alias_path/deepspeed-0.19.6.dist-info/METADATA")

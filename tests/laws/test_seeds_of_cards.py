@@ -1,4 +1,6 @@
-"""What fzero seeds on a machine with several cards: the generators of the processor and of the model's card, and no others."""
+"""What fzero seeds on a machine with several cards: the generators of the processor and
+of the model's card, and no others.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_a_layer_of_a_pipeline_draws_keyed_numbers_on_its_own_card(card: int, ca
     seeds = StepSeeds(5, torch.device("cuda", card))
     seeds.key(1, 2)
     seed = seeds.of(1, 2)
-    assert [x.initial_seed() for x in cards] == [seed if i == card else old for i, old in enumerate(before)]
+    assert [x.initial_seed() for x in cards] == [
+        seed if i == card else old for i, old in enumerate(before)
+    ]
     assert torch.initial_seed() == seed
 
 
@@ -67,8 +71,12 @@ def optimizer_of_whole_parameters() -> None:
     check_shapes_do_not_matter(torch.optim.SGD, {"lr": 0.1})
 
 
-@pytest.mark.parametrize("make", [first_values, layer, own_transform, optimizer_of_whole_parameters])
-def test_fzero_leaves_the_random_states_of_all_cards_as_they_were(make: object, cards: Cards) -> None:
+@pytest.mark.parametrize(
+    "make", [first_values, layer, own_transform, optimizer_of_whole_parameters]
+)
+def test_fzero_leaves_the_random_states_of_all_cards_as_they_were(
+    make: object, cards: Cards
+) -> None:
     before = [x.get_state() for x in (torch.default_generator, *cards)]
     make()  # type: ignore[operator]
     after = [x.get_state() for x in (torch.default_generator, *cards)]

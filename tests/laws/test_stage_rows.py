@@ -1,4 +1,6 @@
-"""A stage is a row: one that is new to fzero trains right in all runners, and sends what its plan says."""
+"""A stage is a row: one that is new to fzero trains right in all runners, and sends
+what its plan says.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from fzero.profiling import plan_comm, trace_comm
 
 ROWS = ("2.5", "3 once")
 SGD = {"type": "SGD", "params": {"lr": 0.125}}
-"""The update of it in a graph has the bits of the eager one, which a step runs that gathers once."""
+"""The update of it in a graph has the bits of the eager one, which a step runs that
+gathers once.
+"""
 RUNNERS: dict[str, dict[str, Any]] = {
     "eager": {},
     "block": {"compile": "block", "compile_backend": "aot_eager"},
@@ -33,7 +37,9 @@ model = partial(Odd, num_blocks=2)
 
 @contextmanager
 def known_rows() -> Iterator[None]:
-    """Inside, there is a stage between 2 and 3: it shards parameters, too, and gathers them once in a step."""
+    """Inside, there is a stage between 2 and 3: it shards parameters, too, and gathers
+    them once in a step.
+    """
     STAGES["2.5"] = STAGES[3]._replace(gathers="once")
     try:
         yield
@@ -52,18 +58,24 @@ def cfg_of(stage: Any, num_micro_steps: int, **further: Any) -> dict[str, Any]:
 
 
 def trained(cfg: Any, **how: Any) -> tuple[list[str], dict[str, Tensor]]:
-    """Losses and norms of three steps and the loss of another batch, and the weights at the end."""
+    """Losses and norms of three steps and the loss of another batch, and the weights at
+    the end.
+    """
     with known_rows():
         step = fzero.make_train_step(make(model), cfg, **how)
         state, found = step.init(), list[str]()
         for index in range(3):
             state, metrics = step(state, part(tokens(index, 36), step.rank, step.world_size))
             found.append(repr((metrics.loss.item(), metrics.grad_norm.item())))
-        found.append(repr(step.evaluate(state, part(tokens(9, 36), step.rank, step.world_size)).item()))
+        found.append(
+            repr(step.evaluate(state, part(tokens(9, 36), step.rank, step.world_size)).item())
+        )
         return found, step.gather(state)
 
 
-def assert_same(one: tuple[list[str], dict[str, Tensor]], other: tuple[list[str], dict[str, Tensor]]) -> None:
+def assert_same(
+    one: tuple[list[str], dict[str, Tensor]], other: tuple[list[str], dict[str, Tensor]]
+) -> None:
     assert one[0] == other[0]
     assert [name for name, x in one[1].items() if not torch.equal(x, other[1][name])] == []
 
@@ -71,7 +83,12 @@ def assert_same(one: tuple[list[str], dict[str, Tensor]], other: tuple[list[str]
 @pytest.mark.parametrize(
     ("row", "runner", "num_micro_steps"),
     [
-        pytest.param(row, runner, n, marks=[] if runner == "eager" or (row, n) == ("2.5", 3) else [pytest.mark.long])
+        pytest.param(
+            row,
+            runner,
+            n,
+            marks=[] if runner == "eager" or (row, n) == ("2.5", 3) else [pytest.mark.long],
+        )
         for row in ROWS
         for runner in RUNNERS
         for n in (1, 3)
@@ -80,7 +97,9 @@ def assert_same(one: tuple[list[str], dict[str, Tensor]], other: tuple[list[str]
 def test_a_new_row_trains_with_the_bits_of_the_stages_around_it(
     ranks: RankPool, row: str, runner: str, num_micro_steps: int
 ) -> None:
-    """With its gradients, which are those of stage 1 or 2, and its updates, which are those of all."""
+    """With its gradients, which are those of stage 1 or 2, and its updates, which are
+    those of all.
+    """
     like = STAGES[row].gathered
     (stage,) = (number for number in (1, 2) if STAGES[number] == like)
     how, further = RUNNERS[runner], {"optimizer": SGD} if runner == "step" else {}
@@ -112,10 +131,14 @@ def test_a_new_row_trains_alike_on_simulated_ranks(row: str, how: dict[str, Any]
 
 
 def _sent(row: str, **how: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """The bytes of a step of three micro-batches by purpose, and those of its gathers and reductions that were planned."""
+    """The bytes of a step of three micro-batches by purpose, and those of its gathers
+    and reductions that were planned.
+    """
     with known_rows():
         step = fzero.make_train_step(make(model), cfg_of(row, 3), **how)
-        sent = trace_comm(step, step.init(), part(tokens(0, 36), step.rank, step.world_size)).by_purpose()
+        sent = trace_comm(
+            step, step.init(), part(tokens(0, 36), step.rank, step.world_size)
+        ).by_purpose()
         planned = step.plan.sent_nbytes_per_step
         return sent, planned
 
@@ -125,7 +148,9 @@ def _sent(row: str, **how: Any) -> tuple[dict[str, int], dict[str, int]]:
 def test_a_step_sends_what_is_planned(ranks: RankPool, row: str, runner: str) -> None:
     for sent, planned in ranks(2, _sent, row, **RUNNERS[runner]):
         print(sent, planned)
-        assert sent["gather"] == sum(n for name, n in planned.items() if name.startswith("all_gather in"))
+        assert sent["gather"] == sum(
+            n for name, n in planned.items() if name.startswith("all_gather in")
+        )
         assert sent["reduce"] == planned["reduce_scatter of gradients"]
 
 
@@ -135,7 +160,9 @@ def test_a_step_is_drawn_as_it_is_planned(row: str, num_micro_steps: int) -> Non
     step = fzero.make_train_step(make(model), cfg_of(row, num_micro_steps), mesh=mesh)
     batch = part(tokens(0, 12 * num_micro_steps), 0, 2)
     sent, planned = plan_comm(step, batch).by_purpose(), step.plan.sent_nbytes_per_step
-    assert sent["gather"] == sum(n for name, n in planned.items() if name.startswith("all_gather in"))
+    assert sent["gather"] == sum(
+        n for name, n in planned.items() if name.startswith("all_gather in")
+    )
     assert sent["reduce"] == planned["reduce_scatter of gradients"]
 
 
@@ -146,14 +173,18 @@ def test_the_parameters_of_a_step_are_gathered_once(row: str) -> None:
     for plan in (one, many):
         gathered = sum(buffer.padded_numel for buffer in plan.flat_buffers)
         sent = plan.sent_by_axis["data"]
-        assert sum(n for name, n in sent.items() if name.startswith("all_gather in")) == gathered * 3 // 4
+        assert (
+            sum(n for name, n in sent.items() if name.startswith("all_gather in"))
+            == gathered * 3 // 4
+        )
     held = sum(unit.gathered_numel for unit in one.units)
     assert dry_run(one).most("gathers") == dry_run(many).most("gathers") == 4 * held
 
 
 def test_a_row_is_named_by_its_stage_in_the_configuration() -> None:
-    assert [fzero.Config.load({"zero_optimization": {"stage": stage}}).zero_optimization.row for stage in STAGES] == [
-        *STAGES.values()
-    ]
+    assert [
+        fzero.Config.load({"zero_optimization": {"stage": stage}}).zero_optimization.row
+        for stage in STAGES
+    ] == [*STAGES.values()]
     with pytest.raises(fzero.ConfigError, match="must be 0, 1, 2 or 3"):
         fzero.Config.load({"zero_optimization": {"stage": "2.7"}})

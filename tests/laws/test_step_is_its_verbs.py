@@ -1,7 +1,8 @@
-"""The step composed by hand from the verbs of flat buffers, with `finish`, is the step of `make_train_step`, bit for bit.
+"""The step composed by hand from the verbs of flat buffers, with `finish`, is the step
+of `make_train_step`, bit for bit.
 
-Nothing of the runner is used: no units in flight, no hooks of autograd, no schedule. What both share are the verbs, the rules
-of the end of a step and the transforms.
+Nothing of the runner is used: no units in flight, no hooks of autograd, no schedule.
+What both share are the verbs, the rules of the end of a step and the transforms.
 """
 
 from __future__ import annotations
@@ -29,15 +30,24 @@ from sharding.views import torch_dtype, unflatten
 def composed(
     step: TrainStep, model: nn.Module, state: TrainState[Tensor], batch: Any
 ) -> tuple[TrainState[Tensor], float, float]:
-    """The next state, the loss and the gradient norm, of a model without ties and module buffers, with one micro-batch."""
+    """The next state, the loss and the gradient norm, of a model without ties and
+    module buffers, with one micro-batch.
+    """
     run, plan, mesh = step.runtime, step.plan, step.runtime.mesh
     hooks, rules = plan.comm_hooks, run.rules
 
-    full = {b.key: start_gather(state.params[b.key], b, mesh, hooks).wait() for b in plan.flat_buffers}
+    full = {
+        b.key: start_gather(state.params[b.key], b, mesh, hooks).wait() for b in plan.flat_buffers
+    }
     leaves: dict[str, Tensor] = {}
     for buffer in plan.flat_buffers:
         leaves |= unflatten(full[buffer.key].detach(), buffer.layout)
-    trained = {name: leaves[name].requires_grad_() for b in plan.flat_buffers if b.trainable for name in b.layout.names}
+    trained = {
+        name: leaves[name].requires_grad_()
+        for b in plan.flat_buffers
+        if b.trainable
+        for name in b.layout.names
+    }
     loss = torch.func.functional_call(model, leaves, run.batches.cast(batch))
     grads = dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
 
@@ -78,7 +88,9 @@ def composed(
 
 
 def _apart(cfg: dict[str, Any], num_steps: int, mesh: Mesh | None = None) -> list[str]:
-    """The tensors in which a composed training differs from the step's; loss and norm are among them."""
+    """The tensors in which a composed training differs from the step's; loss and norm
+    are among them.
+    """
     step = fzero.make_train_step(make(Plain), cfg, mesh=mesh)
     state, model = step.init(), make(Plain)
     mine = optree.tree_map(torch.clone, state)
@@ -89,7 +101,9 @@ def _apart(cfg: dict[str, Any], num_steps: int, mesh: Mesh | None = None) -> lis
         state, metrics = step(state, batch)
         mine, loss, norm = composed(step, model, mine, batch)
         if (loss, norm) != (float(metrics.loss), float(metrics.grad_norm)):
-            differ.append(f"step {index}: {loss, norm} and {float(metrics.loss), float(metrics.grad_norm)}")
+            differ.append(
+                f"step {index}: {loss, norm} and {float(metrics.loss), float(metrics.grad_norm)}"
+            )
     for name in ("params", "master", "optimizer", "step"):
         theirs, own = (optree.tree_leaves(getattr(x, name)) for x in (state, mine))
         differ += [name for x, y in zip(theirs, own, strict=True) if not torch.equal(x, y)]
@@ -110,7 +124,10 @@ def test_a_step_composed_from_the_verbs_is_the_step(ranks: RankPool, world_size:
 
 
 def _on_two_axes() -> list[list[str]]:
-    return [_apart(config(stage, optimizer=ADAMW, clip=0.05), 2, Mesh.of(node=2, data=2)) for stage in range(4)]
+    return [
+        _apart(config(stage, optimizer=ADAMW, clip=0.05), 2, Mesh.of(node=2, data=2))
+        for stage in range(4)
+    ]
 
 
 def test_so_it_is_on_a_mesh_of_two_axes(ranks: RankPool) -> None:

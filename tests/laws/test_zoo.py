@@ -1,4 +1,6 @@
-"""The law of the zoo: a model trains alike in all stages and like a plain loop, or is refused with a reason."""
+"""The law of the zoo: a model trains alike in all stages and like a plain loop, or is
+refused with a reason.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ from fzero.simulation import stacked
 
 pytestmark = pytest.mark.long
 SEED = int(os.environ.get("ZOO_SEED", "0"))
-"""Of weights, batches and the size of small parameters. `make nightly` draws a new one and prints it."""
+"""Of weights, batches and the size of small parameters. `make nightly` draws a new one
+and prints it.
+"""
 LEARNING_RATE = 2.0**-4
-"""A power of two, as is WORLD_SIZE: products with them are exact, so that a job and a plain loop do the same arithmetic."""
+"""A power of two, as is WORLD_SIZE: products with them are exact, so that a job and a
+plain loop do the same arithmetic.
+"""
 
 
 class Trained(NamedTuple):
@@ -62,12 +68,19 @@ def made(case: Case, seed: int) -> tuple[nn.Module, Any]:
 
 
 def trained(name: str, stage: int, seed: int, **how: Any) -> Trained:
-    """One rank trains the model with fzero; `how`: further arguments of `make_train_step`."""
+    """One rank trains the model with fzero; `how`: further arguments of
+    `make_train_step`.
+    """
     model, batch = made(ZOO[name], seed)
-    zero = {"stage": stage, "stage3_param_persistence_threshold": random.Random(seed).choice([0, 20, 300])}
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": random.Random(seed).choice([0, 20, 300]),
+    }
     cfg = {
-        "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}}, "gradient_clipping": 0.0, "zero_optimization": zero
-    }  # fmt: skip
+        "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+    }
     step = fzero.make_train_step(model, cfg, loss_fn=loss_of, seed=seed, **how)
     state = step.init()
     losses, rng = [], state.rng["cpu"].clone()
@@ -78,7 +91,9 @@ def trained(name: str, stage: int, seed: int, **how: Any) -> Trained:
 
 
 def plainly_trained(case: Case, seed: int, rngs: list[Tensor]) -> Trained:
-    """Data parallel training as one process does it: a module for each rank, whose gradients and buffers are averaged."""
+    """Data parallel training as one process does it: a module for each rank, whose
+    gradients and buffers are averaged.
+    """
     modules, batches, others = [], [], []
     for _ in rngs:
         module, batch = made(case, seed)
@@ -96,7 +111,10 @@ def plainly_trained(case: Case, seed: int, rngs: list[Tensor]) -> Trained:
             module.zero_grad()
             found.append(loss_of(module, part(rows_of(batch, index), rank, WORLD_SIZE)))
             found[-1].backward()
-            states[rank], others[rank] = torch.get_rng_state(), (random.getstate(), numpy.random.get_state())
+            states[rank], others[rank] = (
+                torch.get_rng_state(),
+                (random.getstate(), numpy.random.get_state()),
+            )
         losses.append(sum(loss.item() for loss in found) / WORLD_SIZE)
         for params in zip(*(module.parameters() for module in modules), strict=True):
             grads = [param.grad.to_dense() for param in params if param.grad is not None]
@@ -113,11 +131,17 @@ def plainly_trained(case: Case, seed: int, rngs: list[Tensor]) -> Trained:
 
 
 def differences(found: Trained, expected: Trained) -> dict[str, float]:
-    """The tensors that are not the same bits, each with its largest difference; nan where names, shapes or dtypes differ."""
+    """The tensors that are not the same bits, each with its largest difference; nan
+    where names, shapes or dtypes differ.
+    """
     unlike = dict.fromkeys(found.weights.keys() ^ expected.weights.keys(), math.nan)
     for name in found.weights.keys() & expected.weights.keys():
         one, other = found.weights[name], expected.weights[name]
-        wide = torch.promote_types(other.dtype, torch.float32) if other.is_floating_point() else other.dtype
+        wide = (
+            torch.promote_types(other.dtype, torch.float32)
+            if other.is_floating_point()
+            else other.dtype
+        )
         if (one.shape, one.dtype) != (other.shape, wide):  # `gather` gives floats in fp32 or wider
             unlike[name] = math.nan
         elif not torch.equal(one.nan_to_num(), other.to(wide).nan_to_num()):
@@ -126,25 +150,39 @@ def differences(found: Trained, expected: Trained) -> dict[str, float]:
 
 
 def refusal(error: RankError) -> str:
-    """What all ranks say, where it is an error that fzero raises itself, of the form "subject: rule; fix"; "" otherwise."""
+    """What all ranks say, where it is an error that fzero raises itself, of the form
+    "subject: rule; fix"; "" otherwise.
+    """
     texts = [text.rstrip() for text in str(error).split("--- rank ") if text]
     raised_in = [text.rpartition('  File "')[2].partition('"')[0] for text in texts]
-    is_ours = len(texts) == WORLD_SIZE and all(os.sep + "fzero" + os.sep in path for path in raised_in)
-    # A ScheduleError or a CollectiveError says nothing of the model, and others are mistakes in fzero.
-    is_ours &= all(isinstance(each, ValueError) or type(each) is RuntimeError for each in error.errors)
+    is_ours = len(texts) == WORLD_SIZE and all(
+        os.sep + "fzero" + os.sep in path for path in raised_in
+    )
+    # A ScheduleError or a CollectiveError says nothing of the model, and others are mistakes in
+    # fzero.
+    is_ours &= all(
+        isinstance(each, ValueError) or type(each) is RuntimeError for each in error.errors
+    )
     said = {str(each) for each in error.errors}
-    return next((text for text in said if is_ours and len(said) == 1 and re.search("(?s): .*; ", text)), "")
+    return next(
+        (text for text in said if is_ours and len(said) == 1 and re.search("(?s): .*; ", text)), ""
+    )
 
 
 def assert_alike(found: Trained, expected: Trained, case: Case, which: str) -> None:
     unlike = differences(found, expected)
-    assert all(case.rounds and difference <= case.tolerance for difference in unlike.values()), (which, unlike)
+    assert all(case.rounds and difference <= case.tolerance for difference in unlike.values()), (
+        which,
+        unlike,
+    )
     # fp32: a mean over ranks
     assert found.losses == pytest.approx(expected.losses, rel=max(1e-6, case.tolerance)), which
 
 
 def check(ranks: RankPool, name: str, seed: int) -> None:
-    """A model trains in all stages to the bits of the plain loop, but for those that refuse it in words of fzero's own."""
+    """A model trains in all stages to the bits of the plain loop, but for those that
+    refuse it in words of fzero's own.
+    """
     case, results, refusals = ZOO[name], [], {}
     for stage in range(4):
         try:
@@ -152,19 +190,25 @@ def check(ranks: RankPool, name: str, seed: int) -> None:
         except RankError as error:
             refusals[stage] = refusal(error)
             assert refusals[stage], f"stage {stage}: {error}"
-    assert set(refusals) == set(case.refused_in if case.refused else ()), f"refused by stages: {refusals}"
+    assert set(refusals) == set(case.refused_in if case.refused else ()), (
+        f"refused by stages: {refusals}"
+    )
     assert all(re.search(case.refused, said) for said in refusals.values()), refusals
     if not results:
         return
     first = results[0][0]
-    for rank, found in ((rank, found) for on_ranks in results for rank, found in enumerate(on_ranks)):
+    for rank, found in (
+        (rank, found) for on_ranks in results for rank, found in enumerate(on_ranks)
+    ):
         assert_alike(found, first, case, f"rank {rank}, against stage 0")
     plain = plainly_trained(case, seed, [found.rng for found in results[0]])
     assert_alike(first, plain, case, "against the plain loop")
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_model_trains_in_all_stages_like_the_plain_loop_or_is_refused(ranks: RankPool, name: str) -> None:
+def test_a_model_trains_in_all_stages_like_the_plain_loop_or_is_refused(
+    ranks: RankPool, name: str
+) -> None:
     known = ZOO[name].known
     try:
         check(ranks, name, SEED)
@@ -177,7 +221,7 @@ def test_a_model_trains_in_all_stages_like_the_plain_loop_or_is_refused(ranks: R
         assert not known, f"{known}: no longer so; its row may go without known="
 
 
-# --- in one graph ------------------------------------------------------------------------------------------------------
+# --- in one graph ---------------------------------------------------------------------------------
 
 NOT_IN_A_GRAPH = "|".join(
     (
@@ -205,41 +249,60 @@ NOT_IN_A_GRAPH = "|".join(
         "give compiled code the parameter as an argument",  # its code holds parameters in a list
     )
 )
-"""Why a model that an eager step trains is no graph: it looks at values, or does what a graph would not repeat."""
-ROUNDS_IN_A_GRAPH = dict.fromkeys(("lstm", "weight_normed_lstm"), "oneDNN's kernel is not used in a trace")
+"""Why a model that an eager step trains is no graph: it looks at values, or does what a
+graph would not repeat.
+"""
+ROUNDS_IN_A_GRAPH = dict.fromkeys(
+    ("lstm", "weight_normed_lstm"), "oneDNN's kernel is not used in a trace"
+)
 ROUNDS_IN_A_GRAPH |= dict.fromkeys(
     HUB, "in a trace transformers makes a mask, and attention with one is another kernel"
 )
-"""Models whose graph computes something by other operators than the eager kernel, which round otherwise."""
+"""Models whose graph computes something by other operators than the eager kernel, which
+round otherwise.
+"""
 ROUNDS_IN_BLOCKS = dict.fromkeys(
     ("Threads", "KeepsTheGraph", "NeuralOde", "NeuralOdeOfCopies"),
-    "the input of a compiled block is read elsewhere, too: a block adds up its own parts of the input's gradient first",
+    "the input of a compiled block is read elsewhere, too: a block adds up its own parts of the "
+    "input's gradient first",
 )
 """Models whose compiled blocks add the same numbers in another order."""
 AMPLIFIES = {"Gemma4UnifiedForCausalLM": 1e-3}
-"""The largest difference of weights where a model makes more of a rounding: its norms divide by numbers near 0."""
-FAILS_IN_A_TRACE = dict.fromkeys(("AXK1ForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM"), "The size of tensor a")
+"""The largest difference of weights where a model makes more of a rounding: its norms
+divide by numbers near 0.
+"""
+FAILS_IN_A_TRACE = dict.fromkeys(
+    ("AXK1ForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM"), "The size of tensor a"
+)
 FAILS_IN_A_TRACE["JetMoeForCausalLM"] = "has no attribute 'constant'"
 FAILS_IN_A_TRACE["BigBirdForCausalLM"] = "multiple of block size"  # its own error, with the line
-FAILS_IN_A_TRACE["MovesItself"] = "must not be changed in place"  # module.to sets .data, to the same tensor
+# module.to sets .data, to the same tensor
+FAILS_IN_A_TRACE["MovesItself"] = "must not be changed in place"
 """Models at which PyTorch's own trace fails; the error names their line."""
 
 
 def is_refused(error: RankError, name: str) -> bool:
-    """Whether all ranks say that a model is no graph, or refuse it for the eager step's reason."""
+    """Whether all ranks say that a model is no graph, or refuse it for the eager step's
+    reason.
+    """
     said = {str(each) for each in error.errors}
     assert len(said) == 1 and all(
-        isinstance(each, ValueError | fzero.CompileError) or type(each) is RuntimeError for each in error.errors
+        isinstance(each, ValueError | fzero.CompileError) or type(each) is RuntimeError
+        for each in error.errors
     ), f"{error}"
     reasons = filter(None, (ZOO[name].refused, FAILS_IN_A_TRACE.get(name), NOT_IN_A_GRAPH))
     return bool(re.search("|".join(reasons), said.pop()))
 
 
 def check_captured(ranks: RankPool, name: str, seed: int, compile: str) -> None:
-    """A captured model trains like the plain loop, or is refused: for the eager step's reason, or since it is no graph."""
+    """A captured model trains like the plain loop, or is refused: for the eager step's
+    reason, or since it is no graph.
+    """
     case, stage = ZOO[name], 3
     try:
-        found = ranks(WORLD_SIZE, trained, name, stage, seed, compile=compile, compile_backend="aot_eager")
+        found = ranks(
+            WORLD_SIZE, trained, name, stage, seed, compile=compile, compile_backend="aot_eager"
+        )
     except RankError as error:
         assert is_refused(error, name), f"{error}"
         return
@@ -253,41 +316,58 @@ def check_captured(ranks: RankPool, name: str, seed: int, compile: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ZOO)
-def test_a_model_trains_in_one_graph_like_the_plain_loop_or_is_refused(ranks: RankPool, name: str) -> None:
+def test_a_model_trains_in_one_graph_like_the_plain_loop_or_is_refused(
+    ranks: RankPool, name: str
+) -> None:
     check_captured(ranks, name, SEED, "step")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ZOO)
-def test_a_model_trains_with_captured_blocks_like_the_plain_loop_or_is_refused(ranks: RankPool, name: str) -> None:
+def test_a_model_trains_with_captured_blocks_like_the_plain_loop_or_is_refused(
+    ranks: RankPool, name: str
+) -> None:
     check_captured(ranks, name, SEED, "block")
 
 
-# --- all ranks at once ---------------------------------------------------------------------------------------------------
+# --- all ranks at once ----------------------------------------------------------------------------
 
 ROUNDS_MORE = {
-    "Containers": 1e-2, "norm_without_statistics": 1e-2,  # a norm of few values: 1e-13 in fp64
-    "AutocastInside": 1e-2, "AutocastToggled": 1e-2, "AutocastOfTwoUses": 1e-2, "TrainedInBfloat16": 1e-2,
+    "Containers": 1e-2,
+    "norm_without_statistics": 1e-2,  # a norm of few values: 1e-13 in fp64
+    "AutocastInside": 1e-2,
+    "AutocastToggled": 1e-2,
+    "AutocastOfTwoUses": 1e-2,
+    "TrainedInBfloat16": 1e-2,
     "MixedDtypes": 1e-2,  # 16 bits: one rounding is 4e-3 of a number
-    "DeiTForImageClassification": 1e-3, "AltCLIPModel": 1e-4,  # 1e-16 in fp64
-}  # fmt: skip
-"""The largest difference of weights where batched products round otherwise and the model makes more of it."""
+    "DeiTForImageClassification": 1e-3,
+    "AltCLIPModel": 1e-4,  # 1e-16 in fp64
+}
+"""The largest difference of weights where batched products round otherwise and the
+model makes more of it.
+"""
 
 
 def simulated(name: str, seed: int) -> tuple[Trained, list[Tensor]]:
-    """All ranks in this process, as a dimension; and the random state of each before the first step."""
+    """All ranks in this process, as a dimension; and the random state of each before
+    the first step.
+    """
     model, batch = made(ZOO[name], seed)
     cfg = {
         "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3},
     }
-    step = fzero.simulate(fzero.make_train_step(model, cfg, loss_fn=loss_of, seed=seed), WORLD_SIZE, by="vmap")
+    step = fzero.simulate(
+        fzero.make_train_step(model, cfg, loss_fn=loss_of, seed=seed), WORLD_SIZE, by="vmap"
+    )
     state, losses = step.init(), []
     rngs = [each.clone() for each in state.rng["cpu"]]
     for index in range(NUM_STEPS):
         rows = rows_of(batch, index)
-        state, metrics = step(state, stacked([part(rows, rank, WORLD_SIZE) for rank in range(WORLD_SIZE)]))
+        state, metrics = step(
+            state, stacked([part(rows, rank, WORLD_SIZE) for rank in range(WORLD_SIZE)])
+        )
         losses.append(metrics.loss.item())
     return Trained(losses, step.gather(state), rngs[0]), rngs
 
@@ -303,7 +383,15 @@ def test_a_model_trains_as_a_dimension_like_the_plain_loop_or_is_refused(name: s
     except ValueError as error:
         assert re.search(
             "|".join(
-                filter(None, (case.refused, "^simulate: ", "in one graph", "must get no attribute in the forward"))
+                filter(
+                    None,
+                    (
+                        case.refused,
+                        "^simulate: ",
+                        "in one graph",
+                        "must get no attribute in the forward",
+                    ),
+                )
             ),
             str(error),
         ), error

@@ -1,4 +1,6 @@
-"""What a script changes in its model between two calls of a step: it is right, an error, or a warning, never lost in silence."""
+"""What a script changes in its model between two calls of a step: it is right, an
+error, or a warning, never lost in silence.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def remove(model: Any) -> None:
 
 STRUCTURE: dict[str, Callable[[Any], Any]] = {
     "a new head": lambda model: setattr(model, "head", nn.Linear(4, 4)),
-    "reversed blocks": lambda model: setattr(model, "blocks", nn.ModuleList(list(model.blocks)[::-1])),
+    "reversed blocks": lambda model: setattr(
+        model, "blocks", nn.ModuleList(list(model.blocks)[::-1])
+    ),
     "a new parameter": lambda model: setattr(model.blocks[0], "bias", nn.Parameter(torch.ones(4))),
     "a tie": lambda model: setattr(model.blocks[1], "weight", model.blocks[0].weight),
     "removed": remove,
@@ -64,13 +68,19 @@ ACCEPTED: dict[str, Callable[[Any], Any]] = {
 }
 WRITES: dict[str, Callable[[Any], Any]] = {
     "fill": lambda model: model.scale.fill_(0.5),
-    "load": lambda model: model.load_state_dict({name: x + 1 for name, x in model.state_dict().items()}),
+    "load": lambda model: model.load_state_dict(
+        {name: x + 1 for name, x in model.state_dict().items()}
+    ),
     "other memory": lambda model: setattr(model.head.weight, "data", torch.ones(4, 4)),
 }
 
 
-def losses(model: Model, stage: int, change: Callable[[Any], Any], num_before: int, runner: str) -> list[float]:
-    how: Any = {"compile": runner, "compile_backend": "aot_eager"} if runner in ("step", "block") else {}
+def losses(
+    model: Model, stage: int, change: Callable[[Any], Any], num_before: int, runner: str
+) -> list[float]:
+    how: Any = (
+        {"compile": runner, "compile_backend": "aot_eager"} if runner in ("step", "block") else {}
+    )
     how |= {"units": ["blocks.*"]} if runner == "block" else {}
     step: Any = fzero.make_train_step(model, config(stage), **how)
     step = fzero.simulate(step, 2, by=runner) if runner in ("lockstep", "vmap") else step  # type: ignore[arg-type]
@@ -87,14 +97,20 @@ def losses(model: Model, stage: int, change: Callable[[Any], Any], num_before: i
 @pytest.mark.parametrize("runner", ["eager", "block", "step", "lockstep", "vmap"])
 @pytest.mark.parametrize("num_before", [0, 1])
 @pytest.mark.parametrize("change", STRUCTURE)
-def test_another_structure_of_a_model_is_an_error(change: str, num_before: int, runner: str) -> None:
+def test_another_structure_of_a_model_is_an_error(
+    change: str, num_before: int, runner: str
+) -> None:
     for stage in (0, 3):
-        with pytest.raises(ValueError, match=r"must not change after the step is made|must keep its values"):
+        with pytest.raises(
+            ValueError, match=r"must not change after the step is made|must keep its values"
+        ):
             losses(Model(), stage, STRUCTURE[change], num_before, runner)
 
 
 def _errors(stage: int, num_before: int) -> dict[str, str]:
-    """What each change raises; any error of the later ones on fewer ranks ends in another."""
+    """What each change raises; any error of the later ones on fewer ranks ends in
+    another.
+    """
     found = {}
     for name, change in STRUCTURE.items():
         with pytest.raises(ValueError) as raised:
@@ -105,7 +121,9 @@ def _errors(stage: int, num_before: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("num_before", [0, 1])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_another_structure_is_the_same_error_on_every_rank(ranks: RankPool, stage: int, num_before: int) -> None:
+def test_another_structure_is_the_same_error_on_every_rank(
+    ranks: RankPool, stage: int, num_before: int
+) -> None:
     # In stage 3 most ranks hold no part of the parameter that was replaced.
     first, *others = ranks(3, _errors, stage, num_before)
     assert others == [first] * 2
@@ -123,7 +141,9 @@ def _goes_on(stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_parameters_with_the_states_own_values_may_replace_others(ranks: RankPool, stage: int) -> None:
+def test_parameters_with_the_states_own_values_may_replace_others(
+    ranks: RankPool, stage: int
+) -> None:
     expected = losses(Model(), 0, lambda model: None, 0, "eager")
     for found in ranks(2, _goes_on, stage):
         torch.testing.assert_close(found, expected)
@@ -166,10 +186,14 @@ def test_the_states_own_values_may_be_written_into_the_model() -> None:
         step(state, X)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
+)
 def test_inexact_buffers_are_averaged(dtype: torch.dtype) -> None:
     rows = torch.tensor([[1.0, 2.0], [3.0, 2.0]], dtype=dtype)
-    torch.testing.assert_close(agreed_buffers(rows), torch.tensor([2.0, 2.0], dtype=dtype), rtol=0, atol=0)
+    torch.testing.assert_close(
+        agreed_buffers(rows), torch.tensor([2.0, 2.0], dtype=dtype), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
@@ -185,7 +209,9 @@ def test_another_structure_of_an_engines_model_is_an_error(change: str, num_befo
 
     for stage in range(4):
         engine = deepspeed.initialize(model=Model(), config=config(stage))[0]
-        with pytest.raises(ValueError, match=r"must be the one that was passed to initialize|must be there when"):
+        with pytest.raises(
+            ValueError, match=r"must be the one that was passed to initialize|must be there when"
+        ):
             for index in range(2):
                 if index == num_before:
                     STRUCTURE[change](engine.module)

@@ -1,4 +1,6 @@
-"""The laws of freezing and unfreezing in mid-training: as a plain loop with torch.optim, in every stage, or an error."""
+"""The laws of freezing and unfreezing in mid-training: as a plain loop with
+torch.optim, in every stage, or an error.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> None:
         param.requires_grad_(not any(part_ in name for part_ in parts))
 
 
-# --- steps -----------------------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 PHASES: Phases = [("blocks.2", "norm.bias"), ("blocks.0.up", "unused"), ()]
 
 
 def plainly() -> dict[str, Tensor]:
-    """The oracle: an optimizer of what is trained for each phase, which gets the state of what the one before trained, too."""
+    """The oracle: an optimizer of what is trained for each phase, which gets the state
+    of what the one before trained, too.
+    """
     module, optimizer = make(Odd), None
     for index in range(NUM_STEPS * len(PHASES)):
         if index % NUM_STEPS == 0:
@@ -97,13 +101,19 @@ def expected() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_steps_after_one_another_train_as_a_plain_loop(expected: dict[str, Tensor], stage: int) -> None:
-    """What both train keeps masters and moments; what is unfrozen begins with moments and a count of zero."""
+def test_steps_after_one_another_train_as_a_plain_loop(
+    expected: dict[str, Tensor], stage: int
+) -> None:
+    """What both train keeps masters and moments; what is unfrozen begins with moments
+    and a count of zero.
+    """
     assert_close(in_phases(stage), expected)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_so_they_do_where_state_is_in_files(expected: dict[str, Tensor], stage: int, tmp_path: Path) -> None:
+def test_so_they_do_where_state_is_in_files(
+    expected: dict[str, Tensor], stage: int, tmp_path: Path
+) -> None:
     at = fzero.Placement("nvme", path=str(tmp_path))
     assert_close(in_phases(stage, placements={"optimizer/*": at}), expected)
 
@@ -113,7 +123,11 @@ def test_with_masters_all_stages_give_the_same_bits() -> None:
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
     exact = in_phases(0)
-    assert all(float((first[name] - exact[name]).abs().max()) < 0.05 for name in exact if exact[name].numel())
+    assert all(
+        float((first[name] - exact[name]).abs().max()) < 0.05
+        for name in exact
+        if exact[name].numel()
+    )
 
 
 def on_ranks(stage: int) -> dict[str, Tensor]:
@@ -136,14 +150,19 @@ def test_so_they_do_on_real_ranks(ranks: RankPool, expected: dict[str, Tensor], 
 
 @pytest.mark.parametrize("compiled", [None, "step"])
 @pytest.mark.parametrize("flag", [True, False])
-def test_a_flag_that_changed_since_the_step_was_made_is_an_error_that_names_it(compiled: Any, flag: bool) -> None:
+def test_a_flag_that_changed_since_the_step_was_made_is_an_error_that_names_it(
+    compiled: Any, flag: bool
+) -> None:
     model = make(Plain)
     freeze(model, [] if not flag else ["blocks.1"])
     step = fzero.make_train_step(model, config(1), compile=compiled, compile_backend="aot_eager")
     state = step.init()
     freeze(model, ["blocks.1"] if not flag else [])
     word = "was unfrozen" if flag else "was frozen"
-    message = rf"'blocks.1.weight', 'blocks.1.scale' {word}; .*after=step\); state = fzero.reshard\(state, step, new\)"
+    message = (
+        rf"'blocks.1.weight', 'blocks.1.scale' {word}; .*after=step\); state = "
+        rf"fzero.reshard\(state, step, new\)"
+    )
     with pytest.raises(ValueError, match=message):
         step(state, vectors(0))
     with pytest.raises(ValueError, match=message):
@@ -158,15 +177,18 @@ def test_what_begins_anew_is_not_counted_with_what_goes_on() -> None:
     before = phase(0, None, stage=1, model=model, keys={})
     freeze(model, PHASES[1])
     new = fzero.simulate(fzero.make_train_step(model, config(1)), 2, by="lockstep")
-    with pytest.raises(ValueError, match=r"'blocks.0.norm.bias' begins anew; make the new step with after="):
+    with pytest.raises(
+        ValueError, match=r"'blocks.0.norm.bias' begins anew; make the new step with after="
+    ):
         fzero.reshard(before.state, before.ranks, new)
     with pytest.raises(
-        ValueError, match=r"after must be a step of make_train_step, or fzero.checkpoint.starts.*got int"
+        ValueError,
+        match=r"after must be a step of make_train_step, or fzero.checkpoint.starts.*got int",
     ):
         fzero.make_train_step(model, config(1), after=3)  # type: ignore[arg-type]
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(0, 3), (3, 1)])
@@ -178,16 +200,27 @@ def test_a_checkpoint_of_other_frozen_parameters_loads_as_reshard_does_and_warns
     fzero.save(before.state, tmp_path, step=before.ranks)
     freeze(model, PHASES[1])
     starts = fzero.checkpoint.starts(tmp_path)
-    steps = [fzero.make_train_step(model, config(loaded) | NARROW, after=after) for after in (before.step, starts)]
+    steps = [
+        fzero.make_train_step(model, config(loaded) | NARROW, after=after)
+        for after in (before.step, starts)
+    ]
     assert repr(steps[0].plan.flat_buffers) == repr(steps[1].plan.flat_buffers)
     ranks = fzero.simulate(steps[1], 2, by="lockstep")
     with pytest.warns(
-        UserWarning, match=r"optimizer state of .*'blocks.2.norm.weight' and \d more begins anew.*that of 'unused'"
+        UserWarning,
+        match=(
+            r"optimizer state of .*'blocks.2.norm.weight' and \d more begins anew.*that of "
+            r"'unused'"
+        ),
     ):
         found = fzero.load(tmp_path, step=ranks).state
     moved = fzero.reshard(before.state, before.ranks, ranks)
-    for name, x, y in zip(optree.tree_paths(found), optree.tree_leaves(found), optree.tree_leaves(moved), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+    for name, x, y in zip(
+        optree.tree_paths(found), optree.tree_leaves(found), optree.tree_leaves(moved), strict=True
+    ):
+        torch.testing.assert_close(
+            x, y, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 class Anchored(NamedTuple):
@@ -214,11 +247,19 @@ def test_a_transform_that_begins_from_the_weights_begins_from_those_of_its_own_t
     stage: int, where: str, tmp_path: Path
 ) -> None:
     model = make(Plain)
-    at = {"placements": {"optimizer/*": fzero.Placement("nvme", path=str(tmp_path / "x"))}} if where == "files" else {}
+    at = (
+        {"placements": {"optimizer/*": fzero.Placement("nvme", path=str(tmp_path / "x"))}}
+        if where == "files"
+        else {}
+    )
     freeze(model, ["blocks.1"])
     steps = [fzero.make_train_step(model, config(stage) | NARROW, transform=anchored(0.1))]
     freeze(model, [])
-    steps.append(fzero.make_train_step(model, config(stage) | NARROW, transform=anchored(0.1), after=steps[0], **at))
+    steps.append(
+        fzero.make_train_step(
+            model, config(stage) | NARROW, transform=anchored(0.1), after=steps[0], **at
+        )
+    )
     old, new = (fzero.simulate(step, 2, by="lockstep") for step in steps)
     state = fzero.reshard(old.init(), old, new)
     for of_rank in fzero.simulation.unstacked(state, 2):
@@ -226,14 +267,16 @@ def test_a_transform_that_begins_from_the_weights_begins_from_those_of_its_own_t
             assert torch.equal(kept.anchor[:], of_rank.master[key])
 
 
-# --- engines ---------------------------------------------------------------------------------------------------------
+# --- engines --------------------------------------------------------------------------------------
 
 OFTEN: Phases = [("blocks.0", "head.bias"), ("blocks.2", "blocks.1.norm"), (), ("blocks.1",), ()]
 """What is frozen keeps its moments until it is unfrozen."""
 
 
 def some(model: nn.Module) -> list[nn.Parameter]:
-    return [p for name, p in model.named_parameters() if "blocks.1" in name or name == "head.weight"]
+    return [
+        p for name, p in model.named_parameters() if "blocks.1" in name or name == "head.weight"
+    ]
 
 
 def everything(model: nn.Module) -> list[nn.Parameter]:
@@ -277,7 +320,9 @@ def steps_of(engine: fzero.Engine, start: int, stop: int, phases: Phases = OFTEN
     return norms  # type: ignore[return-value]
 
 
-def trained_often(stage: int, held: Held, keys: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def trained_often(
+    stage: int, held: Held, keys: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor]]:
     engine = engine_of(stage, held, **keys)
     norms = steps_of(engine, 0, NUM_STEPS * len(OFTEN))
     return norms, engine.module_state_dict()
@@ -285,7 +330,9 @@ def trained_often(stage: int, held: Held, keys: dict[str, Any]) -> tuple[list[fl
 
 @pytest.mark.parametrize("held", [everything, some])
 @pytest.mark.parametrize("stage", range(4))
-def test_an_engine_freezes_and_unfreezes_as_a_plain_loop(ranks: RankPool, stage: int, held: Held) -> None:
+def test_an_engine_freezes_and_unfreezes_as_a_plain_loop(
+    ranks: RankPool, stage: int, held: Held
+) -> None:
     norms, weights = often(held)
     for found_norms, found in ranks(2, trained_often, stage, held, {}):
         assert found_norms == pytest.approx(norms, rel=1e-4)
@@ -293,8 +340,12 @@ def test_an_engine_freezes_and_unfreezes_as_a_plain_loop(ranks: RankPool, stage:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_so_it_does_with_checkpointed_modules_and_state_in_files(stage: int, tmp_path: Path) -> None:
-    zero = settings(stage)["zero_optimization"] | {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+def test_so_it_does_with_checkpointed_modules_and_state_in_files(
+    stage: int, tmp_path: Path
+) -> None:
+    zero = settings(stage)["zero_optimization"] | {
+        "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}
+    }
     keys = {"zero_optimization": zero, "activation_checkpointing": {"every": 1}}
     norms, weights = often(everything)
     found_norms, found = trained_often(stage, everything, keys)
@@ -307,7 +358,10 @@ def narrow_often(stage: int) -> dict[str, Tensor]:
     for index in range(NUM_STEPS * len(OFTEN)):
         freeze(engine.module, OFTEN[index // NUM_STEPS])
         x, y = mine(engine, data(index))
-        before = {name: deepspeed.utils.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+        before = {
+            name: deepspeed.utils.safe_get_full_fp32_param(p)
+            for name, p in engine.module.named_parameters()
+        }
         engine.backward(criterion(engine(x.bfloat16()), y).float())
         engine.step()
         for name, param in engine.module.named_parameters():
@@ -317,20 +371,26 @@ def narrow_often(stage: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.long
-def test_with_masters_an_engine_leaves_those_of_frozen_parameters_as_they_are(ranks: RankPool) -> None:
+def test_with_masters_an_engine_leaves_those_of_frozen_parameters_as_they_are(
+    ranks: RankPool,
+) -> None:
     first, *others = (ranks(2, narrow_often, stage)[0] for stage in range(4))
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
 def saved_and_loaded(folder: str, stages: tuple[int, int]) -> tuple[Any, ...]:
-    """An engine that goes on, and one that loads what it saved with moments of what is frozen, counted apart."""
+    """An engine that goes on, and one that loads what it saved with moments of what is
+    frozen, counted apart.
+    """
     first, second = engine_of(stages[0], everything), engine_of(stages[1], everything)
     steps_of(first, 0, 8)
     first.save_checkpoint(folder)
     freeze(second.module, OFTEN[2])
     second.load_checkpoint(folder)
-    return tuple((steps_of(engine, 8, 15), engine.module_state_dict()) for engine in (first, second))
+    return tuple(
+        (steps_of(engine, 8, 15), engine.module_state_dict()) for engine in (first, second)
+    )
 
 
 @pytest.mark.parametrize("stages", [(2, 2), (3, 1)])
@@ -343,7 +403,9 @@ def test_a_loaded_engine_goes_on_with_the_moments_of_what_is_frozen(
 
 
 def adversaries(stage: int) -> dict[str, Tensor]:
-    """A judge of which a part is frozen for good, and the rest while another learns from it."""
+    """A judge of which a part is frozen for good, and the rest while another learns
+    from it.
+    """
     judge = fzero.initialize(model=make(Net), config=settings(stage))[0]
     freeze(judge.module, ["blocks.0", "head.bias"])
     for index in range(6):
@@ -368,7 +430,9 @@ def accumulated(stage: int) -> dict[str, Tensor]:
     """A flag that is cleared after the first of two micro-steps: its gradient counts."""
     engine = fzero.initialize(
         model=make(Net),
-        config=settings(stage, gradient_accumulation_steps=2, train_batch_size=24, gradient_clipping=0.0),
+        config=settings(
+            stage, gradient_accumulation_steps=2, train_batch_size=24, gradient_clipping=0.0
+        ),
     )[0]
     for index in range(6):
         freeze(engine.module, ["blocks.1"] if index % 2 else [])
@@ -396,16 +460,17 @@ def test_the_gradients_of_the_micro_steps_in_which_a_parameter_was_not_frozen_co
 
 
 def test_what_would_divide_collected_gradients_anew_is_an_error() -> None:
-    engine = fzero.initialize(model=make(Net), config=settings(1, gradient_accumulation_steps=2, train_batch_size=24))[
-        0
-    ]
+    engine = fzero.initialize(
+        model=make(Net), config=settings(1, gradient_accumulation_steps=2, train_batch_size=24)
+    )[0]
     x, y = data(0)
     freeze(engine.module, ["blocks.1"])
     engine.backward(criterion(engine(x), y))
     engine.step()
     freeze(engine.module, ["blocks.1.norm"])
     with pytest.raises(
-        RuntimeError, match=r"engine.step\(\) and the next forward where flat buffers .*'blocks.1.norm.weight'"
+        RuntimeError,
+        match=r"engine.step\(\) and the next forward where flat buffers .*'blocks.1.norm.weight'",
     ):
         engine(x)
     engine.zero_grad()
@@ -441,9 +506,14 @@ def quiet() -> Iterator[None]:
 def test_an_optimizer_of_some_parameters_keeps_nothing_of_the_others() -> None:
     engine = engine_of(1, some)
     trained = {
-        name for buffer in engine.train_step.plan.flat_buffers if buffer.trainable for name in buffer.layout.names
+        name
+        for buffer in engine.train_step.plan.flat_buffers
+        if buffer.trainable
+        for name in buffer.layout.names
     }
-    assert trained == {n for n, _ in engine.module.named_parameters() if "blocks.1" in n or n == "head.weight"}
+    assert trained == {
+        n for n, _ in engine.module.named_parameters() if "blocks.1" in n or n == "head.weight"
+    }
     groups: Any = [{"params": [engine.module.head.bias]}]
     with quiet(), pytest.raises(RuntimeError, match="add_param_group"):
         engine.optimizer.add_param_group(groups[0])  # type: ignore[union-attr]

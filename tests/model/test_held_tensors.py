@@ -1,4 +1,6 @@
-"""Code may read a parameter or a buffer through another tensor that shares its memory; it trains as in a plain loop."""
+"""Code may read a parameter or a buffer through another tensor that shares its memory;
+it trains as in a plain loop.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from fzero.simulation import simulate
 
 
 class Data(Model):
-    """Reads through plain tensors in a list and in an attribute, which follow the parameter and have no gradient."""
+    """Reads through plain tensors in a list and in an attribute, which follow the
+    parameter and have no gradient.
+    """
 
     def set_up(self) -> None:
         self.kept, self.row = [self.a.weight.data], self.a.weight.detach()[1]
@@ -46,7 +50,9 @@ class View(Model):
 
 
 class OtherParameter(Model):
-    """A Parameter of the same memory that no module has: no optimizer of a plain loop updates it."""
+    """A Parameter of the same memory that no module has: no optimizer of a plain loop
+    updates it.
+    """
 
     def set_up(self) -> None:
         self.kept = [nn.Parameter(self.a.weight.data)]
@@ -56,7 +62,9 @@ class OtherParameter(Model):
 
 
 class HeldBuffer(Model):
-    """Reads and writes a buffer, and a part of it, through other references than the module's."""
+    """Reads and writes a buffer, and a part of it, through other references than the
+    module's.
+    """
 
     def set_up(self) -> None:
         self.register_buffer("mean", torch.zeros(4))
@@ -97,11 +105,16 @@ class WholeBuffer(HeldBuffer):
 
 @pytest.mark.parametrize("compile", ["step", "block"])
 @pytest.mark.parametrize("model", [*MODELS, WholeData, WholeBuffer])
-def test_what_code_holds_of_a_tensor_is_that_of_the_state_in_a_graph(model: type[Model], compile: Any) -> None:
-    step = fzero.make_train_step(make(model), config(3), units=["a", "b"], compile=compile, compile_backend="aot_eager")
+def test_what_code_holds_of_a_tensor_is_that_of_the_state_in_a_graph(
+    model: type[Model], compile: Any
+) -> None:
+    step = fzero.make_train_step(
+        make(model), config(3), units=["a", "b"], compile=compile, compile_backend="aot_eager"
+    )
     if compile == "step" and model in (Data, DataInAClosure, View, HeldBuffer):
         with pytest.raises(
-            ValueError, match=r"'(a.weight|mean)': must not be read through a view that was made before"
+            ValueError,
+            match=r"'(a.weight|mean)': must not be read through a view that was made before",
         ):
             trained(step)
     else:
@@ -111,7 +124,9 @@ def test_what_code_holds_of_a_tensor_is_that_of_the_state_in_a_graph(model: type
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_code_holds_of_a_tensor_is_that_of_an_engine(model: type[Model], stage: int) -> None:
-    engine, *_ = fzero.initialize(model=make(model), config=config(stage, train_micro_batch_size_per_gpu=8))
+    engine, *_ = fzero.initialize(
+        model=make(model), config=config(stage, train_micro_batch_size_per_gpu=8)
+    )
     for x in batches():
         engine.backward(engine(x))
         engine.step()
@@ -142,7 +157,9 @@ def test_a_parameter_that_code_holds_is_trained_after_the_module_has_gone_to_met
 
 
 class Flat(Model):
-    """Its parameters are parts of one tensor, which the forward uses itself; a second one it asks for its shape only."""
+    """Its parameters are parts of one tensor, which the forward uses itself; a second
+    one it asks for its shape only.
+    """
 
     def set_up(self) -> None:
         self.flat = torch.randn(8, 4)
@@ -157,18 +174,24 @@ class AsksForTheShape(Flat):
         return Model.use(self, x) * self.flat.shape[0] / self.flat.size(0)
 
 
-def test_a_tensor_of_which_parameters_are_parts_is_refused_where_the_forward_computes_with_it() -> None:
+def test_a_tensor_of_which_parameters_are_parts_is_refused_where_the_forward_computes_with_it() -> (
+    None
+):
     step = fzero.make_train_step(make(Flat), config(0))
     with pytest.raises(
-        ValueError, match=r"'a.weight': must not be read through a tensor that shares its memory and shows"
+        ValueError,
+        match=r"'a.weight': must not be read through a tensor that shares its memory and shows",
     ):
         step(step.init(), batches()[0])
     torch.testing.assert_close(
-        trained(fzero.make_train_step(make(AsksForTheShape), config(3))), plain_weights(AsksForTheShape)
+        trained(fzero.make_train_step(make(AsksForTheShape), config(3))),
+        plain_weights(AsksForTheShape),
     )
 
 
-def test_only_what_shows_elements_of_a_tensor_is_found_and_afterwards_all_are_as_they_were() -> None:
+def test_only_what_shows_elements_of_a_tensor_is_found_and_afterwards_all_are_as_they_were() -> (
+    None
+):
     model, both = make(Model), torch.randn(8, 4)
     assert find_held(model) == ()
     model.a.weight, model.b.weight = nn.Parameter(both[:4]), nn.Parameter(both[4:])

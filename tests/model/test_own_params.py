@@ -1,4 +1,6 @@
-"""A model's parameters are the state's, however its code gets at them; what a step cannot follow is refused by name."""
+"""A model's parameters are the state's, however its code gets at them; what a step
+cannot follow is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ STEPS = 3
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    return {"optimizer": {"type": "SGD", "params": {"lr": 0.125}}, "zero_optimization": zero, **more}
+    return {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.125}},
+        "zero_optimization": zero,
+        **more,
+    }
 
 
 def batches() -> list[Tensor]:
@@ -83,7 +89,7 @@ def assert_trains_as_plainly(model: type[Model], **how: Any) -> None:
         torch.testing.assert_close({name: found[name] for name in expected}, expected)
 
 
-# --- parameters that code does not get from their modules ----------------------------------------------------------
+# --- parameters that code does not get from their modules -----------------------------------------
 
 
 class InAList(Model):
@@ -118,7 +124,9 @@ class ByMethods(Model):
 
     def use(self, x: Tensor) -> Tensor:
         assert isinstance(self.get_parameter("a.weight"), nn.Parameter)
-        assert isinstance(self.a.weight, nn.Parameter) and not isinstance(self.a.weight * 1, nn.Parameter)
+        assert isinstance(self.a.weight, nn.Parameter) and not isinstance(
+            self.a.weight * 1, nn.Parameter
+        )
         own = self.a._parameters
         assert own.get("weight") is self.a.weight and own.get("absent", "none") == "none"
         self.tied = self.a.weight
@@ -129,14 +137,19 @@ class ByMethods(Model):
 @pytest.mark.parametrize("model", [InAList, InAPartial, InAClosure])
 def test_a_parameter_that_code_holds_is_trained_as_in_a_plain_loop(model: type[Model]) -> None:
     assert_trains_as_plainly(model)
-    expected, step = plain_weights(model), fzero.make_train_step(make(model), config(3), units=["a", "b"])
+    expected, step = (
+        plain_weights(model),
+        fzero.make_train_step(make(model), config(3), units=["a", "b"]),
+    )
     for by in ("lockstep", "vmap"):
         found = trained(simulate(step, 2, by=by), num_ranks=2)
         torch.testing.assert_close({name: found[name] for name in expected}, expected)
 
 
 def test_a_parameter_that_code_holds_is_trained_by_an_engine_in_stage_3() -> None:
-    engine, *_ = fzero.initialize(model=make(InAPartial), config=config(3, train_micro_batch_size_per_gpu=8))
+    engine, *_ = fzero.initialize(
+        model=make(InAPartial), config=config(3, train_micro_batch_size_per_gpu=8)
+    )
     for x in batches():
         engine.backward(engine(x))
         engine.step()
@@ -160,7 +173,9 @@ def test_a_model_that_compiles_itself_is_trained_with_what_its_code_holds() -> N
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_in_one_graph_trains_a_parameter_that_code_holds(stage: int) -> None:
-    step = fzero.make_train_step(make(InAPartial), config(stage), compile="step", compile_backend="aot_eager")
+    step = fzero.make_train_step(
+        make(InAPartial), config(stage), compile="step", compile_backend="aot_eager"
+    )
     torch.testing.assert_close(trained(step), plain_weights(InAPartial))
 
 
@@ -178,14 +193,20 @@ def test_inside_the_forward_a_parameter_is_one_for_modules_and_for_isinstance() 
 
 
 class CopiesAndReadsAttributes(Model):
-    """Copies a submodule in its forward, and reads an attribute that code has set on a parameter."""
+    """Copies a submodule in its forward, and reads an attribute that code has set on a
+    parameter.
+    """
 
     def set_up(self) -> None:
         self.a.weight.scale = 0.5  # type: ignore[assignment]
 
     def use(self, x: Tensor) -> Tensor:
         twin, weight = copy.deepcopy(self.a), copy.deepcopy(self.a.weight)
-        assert type(twin._parameters) is dict and type(weight) is nn.Parameter and weight.grad_fn is None
+        assert (
+            type(twin._parameters) is dict
+            and type(weight) is nn.Parameter
+            and weight.grad_fn is None
+        )
         return super().use(x) + self.a.weight.scale * (twin(x) @ weight)
 
 
@@ -194,7 +215,11 @@ class KnowsItsParameters(Model):
 
     def use(self, x: Tensor) -> Tensor:
         is_one = type(self.a.weight) is nn.Parameter and type(self.a.weight * 1) is Tensor
-        is_leaf = self.a.weight.is_leaf and not (self.a.weight * 1).is_leaf and nn.Parameter(torch.ones(1)).is_leaf
+        is_leaf = (
+            self.a.weight.is_leaf
+            and not (self.a.weight * 1).is_leaf
+            and nn.Parameter(torch.ones(1)).is_leaf
+        )
         return super().use(x) * (1 + is_one + 2 * is_leaf)
 
 
@@ -207,7 +232,9 @@ def test_a_parameter_in_the_forward_has_its_class_its_attributes_and_is_a_leaf()
     for model in (CopiesAndReadsAttributes, KnowsItsParameters, KnowsLeaves):
         assert_trains_as_plainly(model)
         step = fzero.make_train_step(make(model), config(3), units=["a", "b"])
-        torch.testing.assert_close(trained(simulate(step, 2, by="lockstep"), 2), plain_weights(model))
+        torch.testing.assert_close(
+            trained(simulate(step, 2, by="lockstep"), 2), plain_weights(model)
+        )
     assert_trains_as_plainly(KnowsLeaves, compile="step", compile_backend="aot_eager")
 
 
@@ -225,7 +252,9 @@ class KeepsAWeight(Model):
 
 @pytest.mark.parametrize("model", [KeepsData, KeepsAWeight])
 @pytest.mark.filterwarnings("ignore:the (for|back)ward runs its units in an order")
-def test_what_a_model_keeps_from_its_first_forward_follows_the_parameter(model: type[Model]) -> None:
+def test_what_a_model_keeps_from_its_first_forward_follows_the_parameter(
+    model: type[Model],
+) -> None:
     assert_trains_as_plainly(model)
     step = fzero.make_train_step(make(model), config(3), units=["a", "b"])
     torch.testing.assert_close(trained(simulate(step, 2, by="lockstep"), 2), plain_weights(model))
@@ -236,13 +265,18 @@ class KeepsDataLater(Model):
 
     def use(self, x: Tensor) -> Tensor:
         self.calls += 1
-        self.kept = getattr(self, "kept", None) or ([self.a.weight.data] if self.calls > 1 else None)
+        self.kept = getattr(self, "kept", None) or (
+            [self.a.weight.data] if self.calls > 1 else None
+        )
         return super().use(x)
 
 
 def test_a_view_of_gathered_memory_that_a_later_forward_keeps_is_reported() -> None:
     step = fzero.make_train_step(make(KeepsDataLater), config(3), units=["a", "b"])
-    with pytest.warns(UserWarning, match=r"parameters of 'a/float32': a tensor that a forward of an earlier step made"):
+    with pytest.warns(
+        UserWarning,
+        match=r"parameters of 'a/float32': a tensor that a forward of an earlier step made",
+    ):
         trained(simulate(step, 2, by="lockstep"), 2)
 
 
@@ -272,19 +306,27 @@ class OfItsOwnClass(Model):
 def test_a_parameter_of_a_class_of_its_own_is_one_in_the_forward() -> None:
     assert_trains_as_plainly(OfItsOwnClass)
     for stage in (0, 3):
-        engine, *_ = fzero.initialize(model=make(OfItsOwnClass), config=config(stage, train_micro_batch_size_per_gpu=8))
+        engine, *_ = fzero.initialize(
+            model=make(OfItsOwnClass), config=config(stage, train_micro_batch_size_per_gpu=8)
+        )
         for x in batches():
             engine.backward(engine(x))
             engine.step()
         with engine.gathered() as found:
             torch.testing.assert_close(dict(found), plain_weights(OfItsOwnClass))
-    step = fzero.make_train_step(make(OfItsOwnClass), config(0), compile="step", compile_backend="aot_eager")
-    with pytest.raises(ValueError, match=r"'a.bias': must be an nn.Parameter in one graph.* got Doubled"):
+    step = fzero.make_train_step(
+        make(OfItsOwnClass), config(0), compile="step", compile_backend="aot_eager"
+    )
+    with pytest.raises(
+        ValueError, match=r"'a.bias': must be an nn.Parameter in one graph.* got Doubled"
+    ):
         trained(step)
 
 
 class Marks(Model):
-    """Sets attributes in its forward: of a parameter, or of a buffer, of which it makes another one each time."""
+    """Sets attributes in its forward: of a parameter, or of a buffer, of which it makes
+    another one each time.
+    """
 
     kind = "parameter"
 
@@ -308,11 +350,21 @@ class MarksANewBuffer(Marks):
     kind = "new buffer"
 
 
-@pytest.mark.parametrize("options", [{}, {"compile": "step", "compile_backend": "aot_eager"}], ids=["eager", "graph"])
-def test_an_attribute_that_a_forward_sets_is_kept_or_refused_by_its_name(options: dict[str, Any]) -> None:
-    for model, kind in ((Marks, "parameter 'a.weight'"), (MarksABuffer, "buffer 'mean'"), (MarksANewBuffer, "")):
+@pytest.mark.parametrize(
+    "options", [{}, {"compile": "step", "compile_backend": "aot_eager"}], ids=["eager", "graph"]
+)
+def test_an_attribute_that_a_forward_sets_is_kept_or_refused_by_its_name(
+    options: dict[str, Any],
+) -> None:
+    for model, kind in (
+        (Marks, "parameter 'a.weight'"),
+        (MarksABuffer, "buffer 'mean'"),
+        (MarksANewBuffer, ""),
+    ):
         if kind and (options or model is Marks):
-            with pytest.raises(ValueError, match=f"{kind}: must get no attribute in the forward.* got 'seen'"):
+            with pytest.raises(
+                ValueError, match=f"{kind}: must get no attribute in the forward.* got 'seen'"
+            ):
                 trained(fzero.make_train_step(make(model), config(3), units=["a", "b"], **options))
         elif not options:
             assert_trains_as_plainly(model)
@@ -322,7 +374,9 @@ def test_an_attribute_that_a_forward_sets_is_kept_or_refused_by_its_name(options
 
 
 class Adjoint(torch.autograd.Function):
-    """Runs a function again in its backward, and differentiates by the parameters that its forward was given."""
+    """Runs a function again in its backward, and differentiates by the parameters that
+    its forward was given.
+    """
 
     is_strict = False
 
@@ -340,7 +394,9 @@ class Adjoint(torch.autograd.Function):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             out = ctx.func(x)
-            return None, *torch.autograd.grad(out, [x, *params], grads, allow_unused=not Adjoint.is_strict)
+            return None, *torch.autograd.grad(
+                out, [x, *params], grads, allow_unused=not Adjoint.is_strict
+            )
 
 
 class ByAdjoint(Model):
@@ -384,7 +440,9 @@ def test_a_module_that_a_backward_runs_again_gets_its_gradient(
         assert_trains_as_plainly(model)
         for stage in (0, 3):
             step = fzero.make_train_step(make(model), config(stage), units=["a", "b"])
-            torch.testing.assert_close(trained(simulate(step, 2, by="lockstep"), 2), plain_weights(model))
+            torch.testing.assert_close(
+                trained(simulate(step, 2, by="lockstep"), 2), plain_weights(model)
+            )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -429,7 +487,10 @@ def test_tensors_and_lists_that_a_state_cannot_follow_are_refused_by_name() -> N
         (Listed, r"parameter 'b.weight': must be listed by the model's parameters\(\)"),
         (OfTwoTensors, "parameter 'pair': must be dense, .* got TwoTensor"),
         (Quantized, "buffer 'table': must be dense, .* got Tensor of torch.qint8"),
-        (Drops, "parameter 'b.weight': must keep its place in the module, and the forward removed it"),
+        (
+            Drops,
+            "parameter 'b.weight': must keep its place in the module, and the forward removed it",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             trained(fzero.make_train_step(make(model), config(3)))
@@ -440,7 +501,10 @@ class Conjugated(Model):
 
     def set_up(self) -> None:
         pairs = torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj()
-        self.parts, self.pairs = nn.Parameter(pairs.imag), nn.Parameter((2 * pairs).conj(), requires_grad=False)
+        self.parts, self.pairs = (
+            nn.Parameter(pairs.imag),
+            nn.Parameter((2 * pairs).conj(), requires_grad=False),
+        )
 
     def use(self, x: Tensor) -> Tensor:
         return super().use(x) * self.parts + self.pairs.imag
@@ -456,7 +520,9 @@ class ForwardMode(Model):
 
 
 def test_ranks_in_lockstep_do_not_mix_the_levels_of_forward_mode() -> None:
-    """They are global: a rank that waits inside one would give others a wrong derivative."""
+    """They are global: a rank that waits inside one would give others a wrong
+    derivative.
+    """
     step = fzero.make_train_step(make(ForwardMode), config(3), units=["a", "b"])
     lockstep = simulate(step, 2, by="lockstep")
     with pytest.raises(ValueError, match="must not gather inside forward-mode differentiation"):
@@ -472,7 +538,9 @@ class Asks(Model):
 
 def test_a_parameter_is_one_in_a_captured_and_in_a_stacked_step() -> None:
     assert_trains_as_plainly(Asks, compile="step", compile_backend="aot_eager")
-    found = trained(simulate(fzero.make_train_step(make(Asks), config(1)), 2, by="vmap"), num_ranks=2)
+    found = trained(
+        simulate(fzero.make_train_step(make(Asks), config(1)), 2, by="vmap"), num_ranks=2
+    )
     torch.testing.assert_close(found, plain_weights(Asks))
 
 
@@ -484,10 +552,15 @@ def test_after_a_step_and_after_an_error_the_parameters_are_the_module_s_own_aga
     step(step.init(), batches()[0])
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
     gc.collect()
-    assert isinstance(StandIn(torch.ones(2)), nn.Parameter) and type(StandIn(torch.ones(2))) is nn.Parameter
+    assert (
+        isinstance(StandIn(torch.ones(2)), nn.Parameter)
+        and type(StandIn(torch.ones(2))) is nn.Parameter
+    )
 
 
-@pytest.mark.parametrize("script", [torch.jit.script, lambda module: torch.jit.trace(module, torch.zeros(2, 4))])
+@pytest.mark.parametrize(
+    "script", [torch.jit.script, lambda module: torch.jit.trace(module, torch.zeros(2, 4))]
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_modules_of_torchscript_are_refused(script: Callable[[nn.Module], nn.Module]) -> None:
     model = make(Model)
@@ -497,7 +570,9 @@ def test_modules_of_torchscript_are_refused(script: Callable[[nn.Module], nn.Mod
 
 
 def test_a_loss_of_the_module_s_own_parameters_is_refused() -> None:
-    """In parts of a step there is code of the user's between forward and backward. (An engine trains such a loss.)"""
+    """In parts of a step there is code of the user's between forward and backward. (An
+    engine trains such a loss.)
+    """
     model = make(Model)
     step = fzero.make_train_step(model, config(0))
     window = step.begin(step.init())
@@ -506,7 +581,7 @@ def test_a_loss_of_the_module_s_own_parameters_is_refused() -> None:
         step.backward(window, loss + model.a.weight.norm())
 
 
-# --- memory of their own -------------------------------------------------------------------------------------------
+# --- memory of their own --------------------------------------------------------------------------
 
 
 def test_a_trained_parameter_that_shares_memory_is_refused_and_neighbours_are_not() -> None:
@@ -525,7 +600,10 @@ def test_a_trained_parameter_that_shares_memory_is_refused_and_neighbours_are_no
         model.register_buffer("seen", model.a.weight.data)
 
     for share in (two, a_row, a_buffer):
-        with pytest.raises(ValueError, match=r"parameter 'a.weight': must have memory of its own, and shares it with"):
+        with pytest.raises(
+            ValueError,
+            match=r"parameter 'a.weight': must have memory of its own, and shares it with",
+        ):
             check(share)
 
     def columns(model: Model) -> None:
@@ -544,7 +622,7 @@ def test_a_trained_parameter_that_shares_memory_is_refused_and_neighbours_are_no
         check(share)
 
 
-# --- what a forward may not do -------------------------------------------------------------------------------------
+# --- what a forward may not do --------------------------------------------------------------------
 
 
 class Normalises(Model):
@@ -575,15 +653,22 @@ class Renorms(Model):
 
 
 @pytest.mark.parametrize("model", [Normalises, Clamps, Assigns, Renorms])
-def test_a_forward_that_changes_a_parameter_is_refused_by_its_name_everywhere(model: type[Model]) -> None:
+def test_a_forward_that_changes_a_parameter_is_refused_by_its_name_everywhere(
+    model: type[Model],
+) -> None:
     message = r"parameter 'a.weight': must not be changed in place by the forward"
     for stage in (0, 3):
         step = fzero.make_train_step(make(model), config(stage), units=["a", "b"])
-        for found, x in ((step, batches()[0]), (simulate(step, 2, by="lockstep"), batches()[0].view(2, -1, 4))):
+        for found, x in (
+            (step, batches()[0]),
+            (simulate(step, 2, by="lockstep"), batches()[0].view(2, -1, 4)),
+        ):
             with pytest.raises(ValueError, match=message):
                 found(found.init(), x)
     if model is not Assigns:  # which cannot be captured
-        step = fzero.make_train_step(make(model), config(3), compile="step", compile_backend="aot_eager")
+        step = fzero.make_train_step(
+            make(model), config(3), compile="step", compile_backend="aot_eager"
+        )
         with pytest.raises(ValueError, match=message):
             step(step.init(), batches()[0])
 
@@ -763,19 +848,45 @@ class Unfreezes(Model):
 
 def test_what_a_forward_makes_that_the_state_cannot_hold_is_refused_by_its_name() -> None:
     messages: Mapping[type[Model], str] = {
-        Grows: r"buffer 'seen': must keep its shape and dtype, .* to torch.float32 of shape \(2, 4\)",
-        Resizes: r"buffer 'seen': must keep its shape and dtype, .* to torch.float32 of shape \(2, 4\)",
+        Grows: (
+            r"buffer 'seen': must keep its shape and dtype, .* to torch.float32 of shape "
+            r"\(2, 4\)"
+        ),
+        Resizes: (
+            r"buffer 'seen': must keep its shape and dtype, .* to torch.float32 of shape "
+            r"\(2, 4\)"
+        ),
         MakesAParameter: r"parameter 'w': must be there when the step is made",
         MakesABuffer: r"buffer 'w': must be there when the step is made",
         Replaces: r"parameter 'a.weight': must be there when the step is made",
-        Fills: r"buffer 'scale': must keep its shape and dtype, or stay None, .* from None to .* of shape \(4,\)",
-        Empties: r"buffer 'scale': must keep its shape and dtype, or stay None, .* from torch.float32 .* to None",
+        Fills: (
+            r"buffer 'scale': must keep its shape and dtype, or stay None, .* from None to "
+            r".* of shape \(4,\)"
+        ),
+        Empties: (
+            r"buffer 'scale': must keep its shape and dtype, or stay None, .* from "
+            r"torch.float32 .* to None"
+        ),
         NewHead: r"parameter 'b.weight': must be there when the step is made",
-        Reties: r"parameter 'b.weight': must keep its place in the module, and the forward put 'a.weight' there",
-        Removes: r"parameter 'b.weight': must keep its place in the module, and the forward removed it",
-        BufferOfAParameter: r"buffer 'seen': must not share memory with a parameter, and the forward assigned a view of one",
-        BuffersOfOneMemory: r"buffer 'seen': must have memory of its own where a forward changes it",
-        TeacherOfItself: r"(parameters of 'b/float32/frozen'|parameter 'b.weight'): must not be changed in place by the forward",
+        Reties: (
+            r"parameter 'b.weight': must keep its place in the module, and the forward put "
+            r"'a.weight' there"
+        ),
+        Removes: (
+            r"parameter 'b.weight': must keep its place in the module, and the forward "
+            r"removed it"
+        ),
+        BufferOfAParameter: (
+            r"buffer 'seen': must not share memory with a parameter, and the forward "
+            r"assigned a view of one"
+        ),
+        BuffersOfOneMemory: (
+            r"buffer 'seen': must have memory of its own where a forward changes it"
+        ),
+        TeacherOfItself: (
+            r"(parameters of 'b/float32/frozen'|parameter 'b.weight'): must not be changed "
+            r"in place by the forward"
+        ),
         Swaps: r"parameter '(a|b).weight': must be there when the step is made",
         Hooks: r"parameter 'a.weight': must get no gradient hook in the forward",
         Freezes: r"parameters of the model: must keep requires_grad in the forward",
@@ -789,7 +900,9 @@ def test_what_a_forward_makes_that_the_state_cannot_hold_is_refused_by_its_name(
             lockstep = simulate(step, 2, by="lockstep")
             with pytest.raises(ValueError, match=message):
                 lockstep(lockstep.init(), batches()[0].view(2, 4, 4))
-    step = fzero.make_train_step(make(Resizes), config(0), compile="step", compile_backend="aot_eager")
+    step = fzero.make_train_step(
+        make(Resizes), config(0), compile="step", compile_backend="aot_eager"
+    )
     with pytest.raises(ValueError, match=messages[Resizes]):
         step(step.init(), batches()[0])
     model_ = make(Model)
@@ -836,7 +949,9 @@ def test_a_table_that_a_forward_registers_for_itself_stays_with_the_module(stage
 
 
 class Averages(Model):
-    """Keeps an average in a buffer that its forward registers and then assigns, and another one that it empties."""
+    """Keeps an average in a buffer that its forward registers and then assigns, and
+    another one that it empties.
+    """
 
     def use(self, x: Tensor) -> Tensor:
         if not hasattr(self, "average"):
@@ -851,10 +966,12 @@ class Averages(Model):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_forward_may_assign_a_buffer_that_it_has_registered_for_itself(stage: int) -> None:
     expected = plain_weights(Averages)
-    torch.testing.assert_close(trained(fzero.make_train_step(make(Averages), config(stage))), expected)
+    torch.testing.assert_close(
+        trained(fzero.make_train_step(make(Averages), config(stage))), expected
+    )
 
 
-# --- parametrizations for the time of a call -----------------------------------------------------------------------
+# --- parametrizations for the time of a call ------------------------------------------------------
 
 
 class Plus(nn.Module):
@@ -867,7 +984,9 @@ class Plus(nn.Module):
 
 
 class AdaptedForACall(Model):
-    """As PEFT's `target_parameters`: a layer is parametrized while it is called, and plain before and after."""
+    """As PEFT's `target_parameters`: a layer is parametrized while it is called, and
+    plain before and after.
+    """
 
     def set_up(self) -> None:
         self.down, self.up = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
@@ -893,7 +1012,9 @@ class FrozenAndAdaptedForACall(AdaptedForACall):
 
 class AdaptedInACheckpoint(AdaptedForACall):
     def use(self, x: Tensor) -> Tensor:
-        x = checkpoint(functools.partial(self.call, self.a), torch.tanh(self.b(x)), use_reentrant=False)
+        x = checkpoint(
+            functools.partial(self.call, self.a), torch.tanh(self.b(x)), use_reentrant=False
+        )
         return self.b(torch.tanh(x))
 
 
@@ -915,12 +1036,18 @@ class AdaptedWhileAnotherRuns(AdaptedForACall):
 
 
 ADAPTED: list[type[Model]] = [
-    AdaptedForACall, FrozenAndAdaptedForACall, AdaptedInACheckpoint, AdaptedTwice, AdaptedWhileAnotherRuns
-]  # fmt: skip
+    AdaptedForACall,
+    FrozenAndAdaptedForACall,
+    AdaptedInACheckpoint,
+    AdaptedTwice,
+    AdaptedWhileAnotherRuns,
+]
 
 
 @pytest.mark.parametrize("model", ADAPTED)
-def test_a_parametrization_for_the_time_of_a_call_trains_as_in_a_plain_loop(model: type[Model]) -> None:
+def test_a_parametrization_for_the_time_of_a_call_trains_as_in_a_plain_loop(
+    model: type[Model],
+) -> None:
     expected = plain_weights(model)
     for stage in range(4):
         step = fzero.make_train_step(make(model), config(stage), units=["a", "b"])
@@ -937,14 +1064,16 @@ class LeftParametrized(AdaptedForACall):
 
 
 @pytest.mark.parametrize("how", [{}, {"compile": "step", "compile_backend": "aot_eager"}], ids=str)
-def test_a_parametrization_that_changes_the_parameter_for_good_is_refused(how: dict[str, Any]) -> None:
+def test_a_parametrization_that_changes_the_parameter_for_good_is_refused(
+    how: dict[str, Any],
+) -> None:
     for stage in (0, 3):
         step = fzero.make_train_step(make(LeftParametrized), config(stage), **how)
         with pytest.raises(ValueError, match="must not be changed in place by the forward"):
             step(step.init(), batches()[0])
 
 
-# --- gradients that a forward asks for -----------------------------------------------------------------------------
+# --- gradients that a forward asks for ------------------------------------------------------------
 
 
 class Penalty(Model):
@@ -963,16 +1092,22 @@ def test_a_gradient_by_the_input_inside_a_forward_is_the_plain_loops() -> None:
 
 class InnerGrad(Model):
     def use(self, x: Tensor) -> Tensor:
-        return self.b(x + torch.func.vmap(torch.func.grad(lambda row: self.a(row).square().sum()))(x))
+        return self.b(
+            x + torch.func.vmap(torch.func.grad(lambda row: self.a(row).square().sum()))(x)
+        )
 
 
 def test_a_transform_that_torch_refuses_in_stage_3_is_refused_with_the_fix() -> None:
     step = fzero.make_train_step(make(InnerGrad), config(3), units=["a", "b"])
-    with pytest.raises(ValueError, match=r"model: must not call torch.func.grad.* use torch.autograd.grad"):
-        simulate(step, 2, by="lockstep")(simulate(step, 2, by="lockstep").init(), batches()[0].view(2, -1, 4))
+    with pytest.raises(
+        ValueError, match=r"model: must not call torch.func.grad.* use torch.autograd.grad"
+    ):
+        simulate(step, 2, by="lockstep")(
+            simulate(step, 2, by="lockstep").init(), batches()[0].view(2, -1, 4)
+        )
 
 
-# --- changes that the step does not see ----------------------------------------------------------------------------
+# --- changes that the step does not see -----------------------------------------------------------
 
 
 def test_a_hook_that_comes_after_the_step_is_refused() -> None:
@@ -982,7 +1117,9 @@ def test_a_hook_that_comes_after_the_step_is_refused() -> None:
     model.a.weight.register_hook(lambda grad: grad * 0)
     with pytest.raises(ValueError, match=r"'a.weight': has a gradient hook"):
         step(state, batches()[1])
-    engine, *_ = fzero.initialize(model=make(Model), config=config(1, train_micro_batch_size_per_gpu=8))
+    engine, *_ = fzero.initialize(
+        model=make(Model), config=config(1, train_micro_batch_size_per_gpu=8)
+    )
     engine.module.b.bias.register_post_accumulate_grad_hook(lambda param: None)
     with pytest.raises(ValueError, match=r"'b.bias': has a gradient hook"):
         engine(batches()[0])
@@ -990,16 +1127,26 @@ def test_a_hook_that_comes_after_the_step_is_refused() -> None:
 
 def test_a_module_that_changes_between_init_and_the_first_step_is_refused() -> None:
     def change(
-        what: Callable[[Model], object], num_ranks: int = 1, compile: Any = None, *, evaluates: bool = False
+        what: Callable[[Model], object],
+        num_ranks: int = 1,
+        compile: Any = None,
+        *,
+        evaluates: bool = False,
     ) -> None:
         model = make(Model)
-        step: Any = fzero.make_train_step(model, config(1), compile=compile, compile_backend="aot_eager")
+        step: Any = fzero.make_train_step(
+            model, config(1), compile=compile, compile_backend="aot_eager"
+        )
         step = step if num_ranks == 1 else simulate(step, num_ranks)
-        state, batch = step.init(), batches()[0] if num_ranks == 1 else batches()[0].view(num_ranks, -1, 4)
+        state, batch = (
+            step.init(),
+            batches()[0] if num_ranks == 1 else batches()[0].view(num_ranks, -1, 4),
+        )
         if evaluates:  # which does not end the check
             step.evaluate(state, batch)
         what(model)
-        if evaluates and what is not through_data:  # the values are read again only where a change was counted
+        # the values are read again only where a change was counted
+        if evaluates and what is not through_data:
             step.evaluate(state, batch)
         else:
             step(state, batch)
@@ -1017,10 +1164,25 @@ def test_a_module_that_changes_between_init_and_the_first_step_is_refused() -> N
         model.c = nn.Linear(4, 3)
 
     for what, message in (
-        (through_data, r"must keep its values from init to the first step, and 'a.weight' was changed since"),
-        (load, r"must keep its values from init to the first step, and 'a.weight' was changed since"),
-        (lambda model: model.half(), r"'a.weight' was torch.float32 of shape \(4, 4\) and is torch.float16"),
-        (new_head, r"'b.weight' was torch.float32 of shape \(4, 4\) and is torch.float32 of shape \(3, 4\)"),
+        (
+            through_data,
+            r"must keep its values from init to the first step, and 'a.weight' was changed since",
+        ),
+        (
+            load,
+            r"must keep its values from init to the first step, and 'a.weight' was changed since",
+        ),
+        (
+            lambda model: model.half(),
+            r"'a.weight' was torch.float32 of shape \(4, 4\) and is torch.float16",
+        ),
+        (
+            new_head,
+            (
+                r"'b.weight' was torch.float32 of shape \(4, 4\) and is torch.float32 of "
+                r"shape \(3, 4\)"
+            ),
+        ),
         (one_more, r"'c.weight' was not there and is torch.float32"),
     ):
         for how in (
@@ -1064,17 +1226,24 @@ class OfABuffer(Model):
         return loss
 
 
-@pytest.mark.parametrize("options", [{}, {"compile": "step", "compile_backend": "aot_eager"}], ids=["eager", "graph"])
-def test_attributes_of_buffers_are_the_modules_and_none_of_the_state(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"compile": "step", "compile_backend": "aot_eager"}], ids=["eager", "graph"]
+)
+def test_attributes_of_buffers_are_the_modules_and_none_of_the_state(
+    options: dict[str, Any],
+) -> None:
     torch.manual_seed(0)
     model, x = OfABuffer(), batches()[0]
     model(x)  # makes the cache
     expected = model(x).item()
-    step = fzero.make_train_step(model, config(3, optimizer={"type": "SGD", "params": {"lr": 0.0}}), **options)
+    step = fzero.make_train_step(
+        model, config(3, optimizer={"type": "SGD", "params": {"lr": 0.0}}), **options
+    )
     state, with_attribute = step(step.init(), x)
     del model.scale.factor  # type: ignore[union-attr]
     state, without = step(state, x)
-    assert (with_attribute.loss.item(), without.loss.item()) == (expected, expected / 4)  # a power of two
+    # a power of two
+    assert (with_attribute.loss.item(), without.loss.item()) == (expected, expected / 4)
     assert not any(vars(buffer) for buffer in state.buffers.values())
     copy.deepcopy(state)
 
@@ -1094,7 +1263,9 @@ class Ends(Model):
     inside: list[bool] = []  # noqa: RUF012 - what was changed in the forward
 
     def forward(self, x: Tensor) -> Tensor:
-        self.inside.append(type(self.a.weight) is not nn.Parameter or "is_leaf" in vars(nn.Parameter))
+        self.inside.append(
+            type(self.a.weight) is not nn.Parameter or "is_leaf" in vars(nn.Parameter)
+        )
         if self.way == "an error":
             raise ValueError("an error")
         if self.way == "an interrupt":
@@ -1107,9 +1278,13 @@ class Ends(Model):
 @pytest.mark.parametrize("compile", [None, "step"])
 @pytest.mark.parametrize("way", ["", "a thread", "an error", "an interrupt"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_nothing_of_the_model_or_of_pytorch_stays_changed_behind_a_step(stage: int, way: str, compile: Any) -> None:
+def test_nothing_of_the_model_or_of_pytorch_stays_changed_behind_a_step(
+    stage: int, way: str, compile: Any
+) -> None:
     model = make(Ends)
-    how: dict[str, Any] = {} if compile is None else {"compile": compile, "compile_backend": "aot_eager"}
+    how: dict[str, Any] = (
+        {} if compile is None else {"compile": compile, "compile_backend": "aot_eager"}
+    )
     step = fzero.make_train_step(model, config(stage), units=["a", "b"], **how)
     state = step.init()
     Ends.way, Ends.inside = way, []
@@ -1120,4 +1295,7 @@ def test_nothing_of_the_model_or_of_pytorch_stays_changed_behind_a_step(stage: i
         Ends.way = ""
     assert any(Ends.inside) or compile == "step"  # a capture takes back what it did to lists
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
-    assert "is_leaf" not in vars(nn.Parameter) and parametrize._maybe_set.__module__ == parametrize.__name__
+    assert (
+        "is_leaf" not in vars(nn.Parameter)
+        and parametrize._maybe_set.__module__ == parametrize.__name__
+    )

@@ -1,4 +1,6 @@
-"""The laws of loss scaling: the state machine, and steps with overflows, which change only the loss scale."""
+"""The laws of loss scaling: the state machine, and steps with overflows, which change
+only the loss scale.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.optim.transforms import skip_if
 from fzero.testing.reference_trainer import ReferenceLossScale
 
-# --- the machine -------------------------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 
 def step(rules: LossScaling, state: LossScale[Tensor], overflow: bool) -> LossScale[Tensor] | None:
@@ -27,7 +29,9 @@ def step(rules: LossScaling, state: LossScale[Tensor], overflow: bool) -> LossSc
     return rules.update(state, torch.tensor(overflow))
 
 
-GOLDEN = "g 4/2 · b 4/1 · g 4/1 · b 2/1 · g 2/1 · g 2/1 · g 2/1 · g 4/2 · g 4/2 · b 4/1 · b 2/1 · b 1/1"
+GOLDEN = (
+    "g 4/2 · b 4/1 · g 4/1 · b 2/1 · g 2/1 · g 2/1 · g 2/1 · g 4/2 · g 4/2 · b 4/1 · b 2/1 · b 1/1"
+)
 
 
 def test_the_machine_follows_the_trace_measured_on_deepspeed() -> None:
@@ -77,8 +81,12 @@ def test_a_static_scale_never_changes_and_never_ends() -> None:
 class NoReading(TorchDispatchMode):
     """Fails when the host reads the value of a tensor."""
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert "_local_scalar_dense" not in str(operator) and "is_nonzero" not in str(operator), operator
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert "_local_scalar_dense" not in str(operator) and "is_nonzero" not in str(operator), (
+            operator
+        )
         return operator(*args, **(kwargs or {}))
 
 
@@ -96,17 +104,27 @@ def test_the_host_reads_neither_the_loss_scale_nor_a_skipped_update(name: str) -
         bool(overflow)
 
 
-# --- the step ----------------------------------------------------------------------------------------------------
+# --- the step -------------------------------------------------------------------------------------
 
 FP16 = {
-    "fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 14, "hysteresis": 1, "loss_scale_window": 3}
+    "fp16": {
+        "enabled": True,
+        "auto_cast": True,
+        "initial_scale_power": 14,
+        "hysteresis": 1,
+        "loss_scale_window": 3,
+    }
 }
-SCHEDULER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}}}
+SCHEDULER = {
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}}
+}
 BAD, GOOD = True, False
 
 
 class Dropping(Plain):
-    """A model that also draws random numbers and has statistics that an overflow would ruin."""
+    """A model that also draws random numbers and has statistics that an overflow would
+    ruin.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +146,9 @@ def batches(step: Any, overflows: list[bool], bad_rank: int = -1) -> list[Any]:
     return found
 
 
-def _train(stage: int, overflows: list[bool], keys: dict[str, Any]) -> tuple[list[Any], list[Tensor], int]:
+def _train(
+    stage: int, overflows: list[bool], keys: dict[str, Any]
+) -> tuple[list[Any], list[Tensor], int]:
     step = fzero.make_train_step(make(Dropping), config(stage) | SCHEDULER | keys)
     state, found = step.init(), []
     for batch in batches(step, overflows):
@@ -140,16 +160,23 @@ def _train(stage: int, overflows: list[bool], keys: dict[str, Any]) -> tuple[lis
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_step_that_overflows_changes_only_the_loss_scale(ranks: RankPool, world_size: int, stage: int) -> None:
+def test_a_step_that_overflows_changes_only_the_loss_scale(
+    ranks: RankPool, world_size: int, stage: int
+) -> None:
     clean = ranks(world_size, _train, stage, [GOOD] * 3, FP16)
     broken = ranks(world_size, _train, stage, [BAD, GOOD, GOOD, BAD, BAD, GOOD], FP16)
-    for (clean_metrics, clean_held, _), (found, held, num_updates) in zip(clean, broken, strict=True):
+    for (clean_metrics, clean_held, _), (found, held, num_updates) in zip(
+        clean, broken, strict=True
+    ):
         assert num_updates == 3
-        # The scale is a power of two, so that it does not change the bits of gradients within the range of fp16.
+        # The scale is a power of two, so that it does not change the bits of gradients within the
+        # range of fp16.
         assert all(torch.equal(x, y) for x, y in zip(held, clean_held, strict=True))
         assert [overflow for overflow, _, _ in found] == [BAD, GOOD, GOOD, BAD, BAD, GOOD]
         assert [scale for _, scale, _ in found] == [2**14, 2**13, 2**13, 2**13, 2**12, 2**11]
-        assert [lr for overflow, _, lr in found if not overflow] == [lr for _, _, lr in clean_metrics]
+        assert [lr for overflow, _, lr in found if not overflow] == [
+            lr for _, _, lr in clean_metrics
+        ]
 
 
 def _non_finite_in_bf16(stage: int, check: bool) -> Any:
@@ -167,10 +194,15 @@ def _non_finite_in_bf16(stage: int, check: bool) -> Any:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_bf16_skips_gradients_that_are_not_finite_in_every_stage_or_raises(ranks: RankPool, stage: int) -> None:
+def test_bf16_skips_gradients_that_are_not_finite_in_every_stage_or_raises(
+    ranks: RankPool, stage: int
+) -> None:
     """DeepSpeed's stage 3 does neither, and its weights become infinite."""
     assert ranks(2, _non_finite_in_bf16, stage, True) == [(True, 1.0, True)] * 2
-    assert all("loss is not finite on ranks [0]" in error for error in ranks(2, _non_finite_in_bf16, stage, False))
+    assert all(
+        "loss is not finite on ranks [0]" in error
+        for error in ranks(2, _non_finite_in_bf16, stage, False)
+    )
 
 
 def _infinite_loss(stage: int, keys: dict[str, Any]) -> tuple[bool, int]:
@@ -182,8 +214,12 @@ def _infinite_loss(stage: int, keys: dict[str, Any]) -> tuple[bool, int]:
     return bool(metrics.overflow), int(state.step)
 
 
-@pytest.mark.parametrize("keys", [FP16, {"bf16": {"enabled": True, "auto_cast": True}}], ids=["fp16", "bf16"])
-def test_a_loss_that_is_not_finite_is_an_overflow_too(ranks: RankPool, keys: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "keys", [FP16, {"bf16": {"enabled": True, "auto_cast": True}}], ids=["fp16", "bf16"]
+)
+def test_a_loss_that_is_not_finite_is_an_overflow_too(
+    ranks: RankPool, keys: dict[str, Any]
+) -> None:
     assert ranks(2, _infinite_loss, 1, keys) == [(True, 0)] * 2
 
 
@@ -204,7 +240,9 @@ def _first_overflow(stage: int) -> tuple[str | None, str | None]:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_first_parameter_whose_gradient_overflows_is_named(ranks: RankPool, world_size: int, stage: int) -> None:
+def test_the_first_parameter_whose_gradient_overflows_is_named(
+    ranks: RankPool, world_size: int, stage: int
+) -> None:
     assert ranks(world_size, _first_overflow, stage) == [(None, "blocks.2.scale")] * world_size
 
 
@@ -224,9 +262,13 @@ def _exhausted(stage: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_an_overflow_at_the_smallest_scale_raises_on_every_rank(ranks: RankPool, stage: int) -> None:
+def test_an_overflow_at_the_smallest_scale_raises_on_every_rank(
+    ranks: RankPool, stage: int
+) -> None:
     for message, is_unchanged in ranks(2, _exhausted, stage):
-        assert "with the loss scale at its minimum 1, first in 'blocks.0." in message and is_unchanged
+        assert (
+            "with the loss scale at its minimum 1, first in 'blocks.0." in message and is_unchanged
+        )
 
 
 class One(nn.Module):
@@ -257,6 +299,8 @@ def _strides(stage: int) -> list[tuple[float, float, float]]:
 def test_gradients_are_divided_by_the_scale_that_their_loss_had_also_where_it_grows(
     ranks: RankPool, stage: int
 ) -> None:
-    """DeepSpeed divides by the new scale when the scale grows, and in stage 0 it never multiplies the loss."""
+    """DeepSpeed divides by the new scale when the scale grows, and in stage 0 it never
+    multiplies the loss.
+    """
     for strides in ranks(2, _strides, stage):
         assert strides == [(-1.0, 1.0, scale) for scale in (16, 16, 16, 32, 32)]

@@ -1,4 +1,6 @@
-"""The laws of optimizers that read full parameters: they match references, and give the same bits for every partition."""
+"""The laws of optimizers that read full parameters: they match references, and give the
+same bits for every partition.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +52,22 @@ MUONS: dict[str, dict[str, Any]] = {
 }
 MAKERS: dict[str, Make] = {
     **{f"lamb, {n}": lambda contents, v=v: lamb(**v, contents=contents) for n, v in LAMBS.items()},
-    **{f"adafactor, {n}": lambda contents, v=v: adafactor(**v, contents=contents) for n, v in ADAFACTORS.items()},
+    **{
+        f"adafactor, {n}": lambda contents, v=v: adafactor(**v, contents=contents)
+        for n, v in ADAFACTORS.items()
+    },
     **{f"muon, {n}": lambda contents, v=v: muon(**v, contents=contents) for n, v in MUONS.items()},
 }
 every_transform = pytest.mark.parametrize("name", MAKERS)
 
 
-# --- ranks in threads --------------------------------------------------------------------------------------------
+# --- ranks in threads -----------------------------------------------------------------------------
 
 
 class Ranks:
-    """W ranks in threads, each of which runs a function; they exchange tensors at a barrier."""
+    """W ranks in threads, each of which runs a function; they exchange tensors at a
+    barrier.
+    """
 
     def __init__(self, layout: FlatLayout) -> None:
         self.layout = layout
@@ -106,7 +113,9 @@ def run(transform: Transform, param: Tensor, grads: Sequence[Tensor]) -> tuple[T
     return param, state
 
 
-def values(layout: FlatLayout, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tree, list[Tree]]:
+def values(
+    layout: FlatLayout, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Tree, list[Tree]]:
     """Parameters, and gradients for each step, of very different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     make = lambda scale: {  # noqa: E731
@@ -116,14 +125,20 @@ def values(layout: FlatLayout, seed: int = 0, dtype: torch.dtype = torch.float32
     return make(1.0), [make(scale) for scale in torch.logspace(-2, 1, NUM_STEPS).tolist()]
 
 
-def run_full(make: Make, layout: FlatLayout, params: Tree, grads: Sequence[Tree]) -> tuple[Tensor, Any]:
+def run_full(
+    make: Make, layout: FlatLayout, params: Tree, grads: Sequence[Tree]
+) -> tuple[Tensor, Any]:
     transform = make(ShardContents.whole(layout))
     return run(transform, flatten(params, layout), [flatten(grad, layout) for grad in grads])
 
 
 def cut_layouts(*, only_matrices: bool = False) -> st.SearchStrategy[FlatLayout]:
-    """Layouts of a few parameters on 1-4 ranks: of up to four dims, zero-sized, 0-d, and much longer than a shard."""
-    parameters = shapes(max_dims=4, max_length=6).filter(lambda shape: len(shape) >= 2 or not only_matrices)
+    """Layouts of a few parameters on 1-4 ranks: of up to four dims, zero-sized, 0-d,
+    and much longer than a shard.
+    """
+    parameters = shapes(max_dims=4, max_length=6).filter(
+        lambda shape: len(shape) >= 2 or not only_matrices
+    )
     return layouts(5, 4, max_multiple_of=32, parameters=parameters)
 
 
@@ -132,16 +147,22 @@ def layouts_for(name: str) -> st.SearchStrategy[FlatLayout]:
 
 
 MIXED = FlatLayout(
-    ("w", "b", "scale", "none", "conv", "u"), ((7, 5), (5,), (), (0, 3), (3, 2, 3, 3), (4, 11)), world_size=4
+    ("w", "b", "scale", "none", "conv", "u"),
+    ((7, 5), (5,), (), (0, 3), (3, 2, 3, 3), (4, 11)),
+    world_size=4,
 )
-MATRICES = FlatLayout(("w", "conv", "none", "u"), ((7, 5), (3, 2, 3, 3), (0, 3), (4, 11)), world_size=4)
+MATRICES = FlatLayout(
+    ("w", "conv", "none", "u"), ((7, 5), (3, 2, 3, 3), (0, 3), (4, 11)), world_size=4
+)
 
 
-# --- the same bits however the buffer is cut ---------------------------------------------------------------------
+# --- the same bits however the buffer is cut ------------------------------------------------------
 
 
 def check_same_bits(make: Make, layout: FlatLayout, seed: int) -> list[list[str]]:
-    """Raises unless the updates of shards are shards of the full update; returns the calls of each rank."""
+    """Raises unless the updates of shards are shards of the full update; returns the
+    calls of each rank.
+    """
     params, grads = values(layout, seed)
     param_P, grads_P = flatten(params, layout), [flatten(grad, layout) for grad in grads]
     full, full_state = run(make(ShardContents.whole(layout)), param_P, grads_P)
@@ -151,7 +172,9 @@ def check_same_bits(make: Make, layout: FlatLayout, seed: int) -> list[list[str]
         shards = [take_shard(grad, partition, rank) for grad in grads_P]
         return run(make(contents), take_shard(param_P, partition, rank), shards)
 
-    spec = TensorSpec((partition.padded_numel,), "float32", Sharded("data"), multiple_of=layout.multiple_of)
+    spec = TensorSpec(
+        (partition.padded_numel,), "float32", Sharded("data"), multiple_of=layout.multiple_of
+    )
     placed = optree.tree_leaves(make(ShardContents.whole(layout)).specs(spec), none_is_leaf=True)
     for rank, (shard, state) in enumerate(ranks.run(work)):
         assert torch.equal(shard, take_shard(full, partition, rank))
@@ -165,9 +188,13 @@ def check_same_bits(make: Make, layout: FlatLayout, seed: int) -> list[list[str]
 
 @every_transform
 @given(data=st.data(), seed=st.integers(0, 100))
-def test_the_update_of_a_shard_is_the_shard_of_the_update_bit_for_bit(name: str, data: Any, seed: int) -> None:
+def test_the_update_of_a_shard_is_the_shard_of_the_update_bit_for_bit(
+    name: str, data: Any, seed: int
+) -> None:
     calls = check_same_bits(MAKERS[name], data.draw(layouts_for(name)), seed)
-    assert all(own == calls[0] for own in calls), "every rank must call the collectives in the same order"
+    assert all(own == calls[0] for own in calls), (
+        "every rank must call the collectives in the same order"
+    )
 
 
 @pytest.mark.covering(1)
@@ -175,11 +202,15 @@ def test_the_update_of_a_shard_is_the_shard_of_the_update_bit_for_bit(name: str,
 @pytest.mark.parametrize("multiple_of", [1, 32])
 def test_large_parameters_have_the_same_bits_on_three_ranks(name: str, multiple_of: int) -> None:
     """Long enough for the kernels' threads and vectors; the second matrix is cut twice."""
-    layout = FlatLayout(("a", "b", "c"), ((33, 41), (301, 257), (17, 129)), 3, multiple_of=multiple_of)
+    layout = FlatLayout(
+        ("a", "b", "c"), ((33, 41), (301, 257), (17, 129)), 3, multiple_of=multiple_of
+    )
     check_same_bits(MAKERS[name], layout, seed=1)
 
 
-def _update_own_shard(name: str, layout: FlatLayout, param_P: Tensor, grads_P: list[Tensor]) -> Tensor:
+def _update_own_shard(
+    name: str, layout: FlatLayout, param_P: Tensor, grads_P: list[Tensor]
+) -> Tensor:
     axis = join()
     contents = ShardContents(
         layout,
@@ -193,7 +224,9 @@ def _update_own_shard(name: str, layout: FlatLayout, param_P: Tensor, grads_P: l
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", ["lamb, defaults", "adafactor, defaults", "muon, defaults"])
-def test_ranks_in_processes_have_the_bits_of_the_full_buffer(ranks: RankPool, name: str, world_size: int) -> None:
+def test_ranks_in_processes_have_the_bits_of_the_full_buffer(
+    ranks: RankPool, name: str, world_size: int
+) -> None:
     layout = replace(MATRICES, world_size=world_size, multiple_of=32)
     params, grads = values(layout)
     full, _ = run_full(MAKERS[name], layout, params, grads)
@@ -207,19 +240,31 @@ def test_ranks_in_threads_see_each_other_and_a_rank_that_does_not_come() -> None
     stacked = Ranks(layout).run(lambda rank, contents: contents.stack(torch.full((1, 2), rank)))
     assert all(torch.equal(x, torch.tensor([[0, 0], [1, 1]])) for x in stacked)
     with pytest.raises(Exception):  # noqa: B017 - a broken barrier, or the assertion
-        Ranks(layout).run(lambda rank, contents: (contents.stack if rank else contents.join)(torch.zeros(1, 1)))
+        Ranks(layout).run(
+            lambda rank, contents: (contents.stack if rank else contents.join)(torch.zeros(1, 1))
+        )
 
 
 @every_transform
 @given(
-    data=st.data(), dtype=st.sampled_from(["float32", "float64"]), spec=st.sampled_from([Replicated(), Sharded("data")])
+    data=st.data(),
+    dtype=st.sampled_from(["float32", "float64"]),
+    spec=st.sampled_from([Replicated(), Sharded("data")]),
 )
-def test_place_describes_exactly_what_init_makes(name: str, data: Any, dtype: str, spec: Any) -> None:
+def test_place_describes_exactly_what_init_makes(
+    name: str, data: Any, dtype: str, spec: Any
+) -> None:
     layout = data.draw(layouts_for(name))
-    contents = ShardContents(layout, (0,)) if spec == Sharded("data") else ShardContents.whole(layout)
+    contents = (
+        ShardContents(layout, (0,)) if spec == Sharded("data") else ShardContents.whole(layout)
+    )
     transform = MAKERS[name](contents)
-    param = TensorSpec((layout.partition.padded_numel,), dtype, spec, multiple_of=layout.multiple_of)
-    state = transform.init(torch.ones(param.local_shape(layout.world_size), dtype=getattr(torch, dtype)))
+    param = TensorSpec(
+        (layout.partition.padded_numel,), dtype, spec, multiple_of=layout.multiple_of
+    )
+    state = transform.init(
+        torch.ones(param.local_shape(layout.world_size), dtype=getattr(torch, dtype))
+    )
     tensors, structure = optree.tree_flatten(state, none_is_leaf=True)
     specs, placed_structure = optree.tree_flatten(transform.specs(param), none_is_leaf=True)
     assert structure == placed_structure
@@ -231,14 +276,24 @@ def test_place_describes_exactly_what_init_makes(name: str, data: Any, dtype: st
             assert where.placement == param.placement
 
 
-# --- the references ----------------------------------------------------------------------------------------------
+# --- the references -------------------------------------------------------------------------------
 
 
 def reference_lamb(
-    params: Tree, grads: Sequence[Tree], *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-    weight_decay: float = 0.0, max_coeff: float = 10.0, min_coeff: float = 0.01, bias_correction: bool = True,
-) -> Tree:  # fmt: skip
-    """Algorithm 2 of You et al., arXiv:1904.00962, for one parameter after the other, with a clamped trust ratio."""
+    params: Tree,
+    grads: Sequence[Tree],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    max_coeff: float = 10.0,
+    min_coeff: float = 0.01,
+    bias_correction: bool = True,
+) -> Tree:
+    """Algorithm 2 of You et al., arXiv:1904.00962, for one parameter after the other,
+    with a clamped trust ratio.
+    """
     new = {}
     for name, start in params.items():
         x, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
@@ -271,9 +326,13 @@ def reference_torch(
 
 @pytest.mark.parametrize("given_values", LAMBS.values(), ids=LAMBS)
 @given(layout=cut_layouts(), seed=st.integers(0, 100))
-def test_lamb_is_the_formula_on_full_parameters(given_values: Any, layout: FlatLayout, seed: int) -> None:
+def test_lamb_is_the_formula_on_full_parameters(
+    given_values: Any, layout: FlatLayout, seed: int
+) -> None:
     params, grads = values(layout, seed, torch.float64)
-    found, _ = run_full(lambda contents: lamb(**given_values, contents=contents), layout, params, grads)
+    found, _ = run_full(
+        lambda contents: lamb(**given_values, contents=contents), layout, params, grads
+    )
     # Rounding of float64, after divisions by small roots.
     expected = reference_lamb(params, grads, **given_values)
     torch.testing.assert_close(unflatten(found, layout), expected, rtol=1e-11, atol=1e-11)
@@ -283,7 +342,9 @@ def test_lamb_is_the_formula_on_full_parameters(given_values: Any, layout: FlatL
 @given(layout=cut_layouts(), seed=st.integers(0, 100))
 def test_adafactor_is_the_one_of_torch(given_values: Any, layout: FlatLayout, seed: int) -> None:
     params, grads = values(layout, seed, torch.float64)
-    found, _ = run_full(lambda contents: adafactor(**given_values, contents=contents), layout, params, grads)
+    found, _ = run_full(
+        lambda contents: adafactor(**given_values, contents=contents), layout, params, grads
+    )
     # Rounding of float64: torch squares a norm, and fzero adds up squares.
     expected = reference_torch(torch.optim.Adafactor, params, grads, **given_values)
     torch.testing.assert_close(unflatten(found, layout), expected, rtol=1e-11, atol=1e-11)
@@ -295,11 +356,18 @@ def test_muon_is_the_one_of_torch_on_the_parameters_as_matrices(
     given_values: Any, layout: FlatLayout, seed: int
 ) -> None:
     params, grads = values(layout, seed)
-    found, _ = run_full(lambda contents: muon(**given_values, contents=contents), layout, params, grads)
+    found, _ = run_full(
+        lambda contents: muon(**given_values, contents=contents), layout, params, grads
+    )
     as_matrix = lambda x: x.reshape(x.shape[0], -1) if x.numel() else x  # noqa: E731
-    flat_params, *flat_grads = ({n: as_matrix(x) for n, x in tree.items()} for tree in (params, *grads))
-    expected = reference_torch(torch.optim.Muon, flat_params, flat_grads, **{"weight_decay": 0.0} | given_values)
-    # The operations are the same; a fused multiply-add may be compiled differently for other strides, in fp32.
+    flat_params, *flat_grads = (
+        {n: as_matrix(x) for n, x in tree.items()} for tree in (params, *grads)
+    )
+    expected = reference_torch(
+        torch.optim.Muon, flat_params, flat_grads, **{"weight_decay": 0.0} | given_values
+    )
+    # The operations are the same; a fused multiply-add may be compiled differently for other
+    # strides, in fp32.
     found_tree = {n: as_matrix(x) for n, x in unflatten(found, layout).items()}
     torch.testing.assert_close(found_tree, expected, rtol=1e-6, atol=1e-6)
 
@@ -325,7 +393,8 @@ def test_orthogonalised_singular_values_are_about_one(shape: tuple[int, int]) ->
     found = orthogonalise(matrix).float()
     assert found.shape == shape
     singular = torch.linalg.svdvals(found)
-    # The range after five steps of the quintic (kellerjordan.github.io/posts/muon: "Uniform(0.5, 1.5)").
+    # The range after five steps of the quintic (kellerjordan.github.io/posts/muon: "Uniform(0.5,
+    # 1.5)").
     assert singular.min() > 0.3 and singular.max() < 1.5
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     # The singular vectors do not change: the rotated matrix is diagonal, up to bfloat16 rounding.
@@ -333,7 +402,7 @@ def test_orthogonalised_singular_values_are_about_one(shape: tuple[int, int]) ->
     assert (rotated - rotated.diag().diag()).abs().max() < 0.05
 
 
-# --- what is sent, and what is kept ------------------------------------------------------------------------------
+# --- what is sent, and what is kept ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rows", "joins"), [((8, 8), 0), ((8, 9), 2)])
@@ -374,12 +443,14 @@ def test_boxes_cover_a_fragment_once_and_lie_on_the_grid() -> None:
                 assert len(found) <= 7
                 for box in found:
                     matrices, box_rows, box_columns = box.sizes
-                    assert matrices == 1 or (box.start % size == 0 and (box_rows, box_columns) == (rows, columns))
+                    assert matrices == 1 or (
+                        box.start % size == 0 and (box_rows, box_columns) == (rows, columns)
+                    )
                     assert box_rows == 1 or box_columns == columns
                     assert box.start % columns + box_columns <= columns
 
 
-# --- bad values --------------------------------------------------------------------------------------------------
+# --- bad values -----------------------------------------------------------------------------------
 
 FULL = ShardContents.whole(MIXED)
 
@@ -389,18 +460,41 @@ FULL = ShardContents.whole(MIXED)
     [
         (lambda: lamb(-1.0, contents=FULL), "lamb: lr must be at least 0, got -1.0"),
         (lambda: lamb(0.1, betas=(0.9, 1.0), contents=FULL), "lamb: each of betas must be in"),
-        (lambda: lamb(0.1, min_coeff=2.0, max_coeff=1.0, contents=FULL), "min_coeff must be at most max_coeff, got 2.0 > 1.0"),
-        (lambda: adafactor(0.1, d=0.5, contents=FULL), "needs beta2_decay <= 0 and d >= 1, got -0.8 and 0.5"),
+        (
+            lambda: lamb(0.1, min_coeff=2.0, max_coeff=1.0, contents=FULL),
+            "min_coeff must be at most max_coeff, got 2.0 > 1.0",
+        ),
+        (
+            lambda: adafactor(0.1, d=0.5, contents=FULL),
+            "needs beta2_decay <= 0 and d >= 1, got -0.8 and 0.5",
+        ),
         (lambda: adafactor(0.1, beta2_decay=0.5, contents=FULL), "got 0.5 and 1.0"),
-        (lambda: muon(0.1, contents=FULL), r"muon: parameter 'b' must be a matrix, got shape \(5,\)"),
-        (lambda: muon(0.1, momentum=-1, contents=ShardContents.whole(MATRICES)), "muon: momentum must be at least 0, got -1"),
-        (lambda: muon(0.1, adjust_lr_fn="no", contents=ShardContents.whole(MATRICES)), "adjust_lr_fn must be .*, got 'no'"),  # type: ignore[arg-type]
-        (lambda: ShardContents(MIXED, (0, 1)), r"ShardContents: ranks must be all 4 in order, or one of them, got \(0, 1\)"),
+        (
+            lambda: muon(0.1, contents=FULL),
+            r"muon: parameter 'b' must be a matrix, got shape \(5,\)",
+        ),
+        (
+            lambda: muon(0.1, momentum=-1, contents=ShardContents.whole(MATRICES)),
+            "muon: momentum must be at least 0, got -1",
+        ),
+        (
+            lambda: muon(0.1, adjust_lr_fn="no", contents=ShardContents.whole(MATRICES)),
+            "adjust_lr_fn must be .*, got 'no'",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: ShardContents(MIXED, (0, 1)),
+            r"ShardContents: ranks must be all 4 in order, or one of them, got \(0, 1\)",
+        ),
         (lambda: ShardContents(MIXED, (4,)), r"got \(4,\)"),
-        (lambda: lamb(0.1, contents=FULL).init(torch.zeros(3)), "lamb: the flat tensor must have .* got shape"),
+        (
+            lambda: lamb(0.1, contents=FULL).init(torch.zeros(3)),
+            "lamb: the flat tensor must have .* got shape",
+        ),
     ],
-)  # fmt: skip
-def test_a_bad_value_is_refused_by_the_name_of_its_field(make: Callable[[], Any], message: str) -> None:
+)
+def test_a_bad_value_is_refused_by_the_name_of_its_field(
+    make: Callable[[], Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

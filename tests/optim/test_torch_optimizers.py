@@ -1,4 +1,6 @@
-"""The laws of torch.optim's classes as transforms: on full buffers they equal the class, on shards too, or are refused."""
+"""The laws of torch.optim's classes as transforms: on full buffers they equal the
+class, on shards too, or are refused.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ASGD", {"t0": 2.0, "lambd": 0.1}),
     ("Rprop", {"lr": 0.5, "etas": (0.4, 1.5)}),
 ]
-every_case = pytest.mark.parametrize(("name", "params"), CASES, ids=[f"{n} {list(p)}" for n, p in CASES])
+every_case = pytest.mark.parametrize(
+    ("name", "params"), CASES, ids=[f"{n} {list(p)}" for n, p in CASES]
+)
 
 
 class Counting(Optimizer):
-    """Keeps a Python number, like older optimizers, and makes its state in the first step."""
+    """Keeps a Python number, like older optimizers, and makes its state in the first
+    step.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -48,7 +54,9 @@ class Counting(Optimizer):
                     state |= {"count": 0, "rate": 1.0, "first": param.grad.clone()}
                 state["count"] += 1
                 state["rate"] *= 0.5
-                param.data.sub_(group["lr"] / state["count"] * (state["rate"] * param.grad + state["first"]))
+                param.data.sub_(
+                    group["lr"] / state["count"] * (state["rate"] * param.grad + state["first"])
+                )
 
 
 class InItsGroup(Counting):
@@ -116,7 +124,9 @@ def make_grads(numel: int) -> Tensor:
     return torch.randn(NUM_STEPS, numel, generator=generator) * torch.logspace(-4, 2, numel)
 
 
-def run(transform: Transform, param: Tensor, grads: Sequence[Tensor], state: Any = None) -> tuple[list[Tensor], Any]:
+def run(
+    transform: Transform, param: Tensor, grads: Sequence[Tensor], state: Any = None
+) -> tuple[list[Tensor], Any]:
     """The parameter after each step, and the last state; works on copies."""
     param = param.clone()
     state, trajectory = transform.init(param) if state is None else state, []
@@ -126,7 +136,9 @@ def run(transform: Transform, param: Tensor, grads: Sequence[Tensor], state: Any
     return trajectory, state
 
 
-def run_torch(cls: type[Optimizer], params: Any, param: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
+def run_torch(
+    cls: type[Optimizer], params: Any, param: Tensor, grads: Sequence[Tensor]
+) -> list[Tensor]:
     make: Any = cls
     owned = torch.nn.Parameter(param.clone())
     optimizer, trajectory = make([owned], **params), []
@@ -137,7 +149,7 @@ def run_torch(cls: type[Optimizer], params: Any, param: Tensor, grads: Sequence[
     return trajectory
 
 
-# --- the class itself --------------------------------------------------------------------------------------------
+# --- the class itself -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 1000])
@@ -152,7 +164,11 @@ def test_it_is_the_class_of_torch_bit_for_bit(name: str, params: Any, numel: int
 
 
 def test_it_works_in_place() -> None:
-    transform, param, grad = fzero.optim.torch_optimizer("Adamax"), make_param(64), make_grads(64)[0]
+    transform, param, grad = (
+        fzero.optim.torch_optimizer("Adamax"),
+        make_param(64),
+        make_grads(64)[0],
+    )
     _, after_one, state = transform.update(grad, param, transform.init(param))
     memory = [x.data_ptr() for x in optree.tree_leaves((param, state))]
     _, after_two, state = transform.update(grad, after_one, state)
@@ -161,16 +177,27 @@ def test_it_works_in_place() -> None:
 
 @pytest.mark.parametrize("num_before", [0, 1, 3])
 @every_case
-def test_another_transform_continues_with_the_state(name: str, params: Any, num_before: int) -> None:
+def test_another_transform_continues_with_the_state(
+    name: str, params: Any, num_before: int
+) -> None:
     """As after a checkpoint: the state holds everything, also before the first update."""
     param, grads = make_param(64), make_grads(64)
     straight, straight_state = run(fzero.optim.torch_optimizer(name, **params), param, grads)
     transform = fzero.optim.torch_optimizer(name, **params)
     before, state = run(transform, param, grads[:num_before])
     stored = optree.tree_map(torch.clone, state)
-    after, last = run(fzero.optim.torch_optimizer(name, **params), [param, *before][-1], grads[num_before:], stored)
+    after, last = run(
+        fzero.optim.torch_optimizer(name, **params),
+        [param, *before][-1],
+        grads[num_before:],
+        stored,
+    )
     assert torch.equal(after[-1], straight[-1])
-    assert optree.tree_structure(last) == optree.tree_structure(stored) == optree.tree_structure(straight_state)
+    assert (
+        optree.tree_structure(last)
+        == optree.tree_structure(stored)
+        == optree.tree_structure(straight_state)
+    )
     assert all(map(torch.equal, optree.tree_leaves(last), optree.tree_leaves(straight_state)))
 
 
@@ -179,13 +206,20 @@ def test_python_numbers_are_part_of_the_state() -> None:
     ours, state = run(fzero.optim.torch_optimizer(Counting, lr=0.5), param, grads)
     theirs = run_torch(Counting, {"lr": 0.5}, param, grads)
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
-    assert state.numbers["count"].item() == NUM_STEPS and state.numbers["rate"].item() == 0.5**NUM_STEPS
+    assert (
+        state.numbers["count"].item() == NUM_STEPS
+        and state.numbers["rate"].item() == 0.5**NUM_STEPS
+    )
     assert torch.equal(state.tensors["first"], grads[0])
 
 
 @every_case
 def test_every_class_keeps_the_laws_of_transforms(name: str, params: Any) -> None:
-    check_transform(fzero.optim.torch_optimizer(name, **params), name=name, max_examples=examples(5).max_examples)
+    check_transform(
+        fzero.optim.torch_optimizer(name, **params),
+        name=name,
+        max_examples=examples(5).max_examples,
+    )
 
 
 ELEMENTWISE: dict[str, Transform] = {
@@ -208,11 +242,13 @@ def test_a_transform_of_your_own_is_refused_by_its_name_where_it_is_not_elementw
         return grad / grad.norm().clamp(min=1.0), param, state
 
     clipped = fzero.chain(Transform(lambda param: (), clip, lambda spec: ()), fzero.sgd(0.1))
-    with pytest.raises(ValueError, match=r"^clipped: must be elementwise, .* use a transform that takes `contents`"):
+    with pytest.raises(
+        ValueError, match=r"^clipped: must be elementwise, .* use a transform that takes `contents`"
+    ):
         fzero.optim.check_elementwise(clipped, name="clipped")
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -220,9 +256,17 @@ def test_a_transform_of_your_own_is_refused_by_its_name_where_it_is_not_elementw
     [
         ("LBFGS", {}, "LBFGS: needs a closure"),
         (Closing, {}, "Closing: needs a closure"),
-        ("SparseAdam", {}, "SparseAdam: must step with the dense gradient .* does not support dense gradients"),
+        (
+            "SparseAdam",
+            {},
+            "SparseAdam: must step with the dense gradient .* does not support dense gradients",
+        ),
         ("adafactor", {}, "Adafactor: must be elementwise, .* use fzero.optim.adafactor"),
-        ("Muon", {}, "Muon: does not take a flat tensor .* only supports 2D .* use fzero.optim.muon"),
+        (
+            "Muon",
+            {},
+            "Muon: does not take a flat tensor .* only supports 2D .* use fzero.optim.muon",
+        ),
         (ByItsNorm, {}, "ByItsNorm: must be elementwise"),
         (WithNorms, {}, "WithNorms: must be elementwise"),
         (Noisy, {}, "Noisy: must be elementwise"),
@@ -263,7 +307,7 @@ def test_before_the_first_update_the_state_is_zeros_and_says_so() -> None:
     assert state.step == 0 and not any(x.any() for x in optree.tree_leaves(state))
 
 
-# --- training ----------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def _train_all_stages(name: str) -> list[Any]:
@@ -272,14 +316,21 @@ def _train_all_stages(name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["Adamax", "NAdam", "Rprop"])
-def test_training_is_alike_in_all_stages_and_like_the_plain_loop(ranks: RankPool, name: str) -> None:
+def test_training_is_alike_in_all_stages_and_like_the_plain_loop(
+    ranks: RankPool, name: str
+) -> None:
     make: Any = classes()[name]
-    plain_curve, plain_weights = train_plainly(Plain, vectors, lambda params: make(params, lr=1e-2), num_steps=4)
+    plain_curve, plain_weights = train_plainly(
+        Plain, vectors, lambda params: make(params, lr=1e-2), num_steps=4
+    )
     on_ranks = ranks(2, _train_all_stages, name)
     first_curve, first_weights = on_ranks[0][0]
     for curve, weights in (result for results in on_ranks for result in results):
         assert curve == first_curve
         assert all(torch.equal(weights[key], first_weights[key]) for key in weights)
-    # Rounding errors only, as in test_stages; these optimizers divide small gradients by their size.
-    torch.testing.assert_close(torch.tensor(first_curve), torch.tensor(plain_curve), rtol=1e-5, atol=1e-6)
+    # Rounding errors only, as in test_stages; these optimizers divide small gradients by their
+    # size.
+    torch.testing.assert_close(
+        torch.tensor(first_curve), torch.tensor(plain_curve), rtol=1e-5, atol=1e-6
+    )
     torch.testing.assert_close(first_weights, plain_weights, rtol=0, atol=2e-5)

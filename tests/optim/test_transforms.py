@@ -1,4 +1,6 @@
-"""The laws of transforms: the trajectories of torch.optim, the laws of `fzero.testing`, donation, and one fused kernel."""
+"""The laws of transforms: the trajectories of torch.optim, the laws of `fzero.testing`,
+donation, and one fused kernel.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def run(transform: Transform, param: Tensor, grads: Sequence[Tensor]) -> tuple[l
     return trajectory, state
 
 
-def run_torch(make: Callable[..., torch.optim.Optimizer], values: Any, param: Tensor, grads: Any) -> list[Tensor]:
+def run_torch(
+    make: Callable[..., torch.optim.Optimizer], values: Any, param: Tensor, grads: Any
+) -> list[Tensor]:
     param = torch.nn.Parameter(param.clone())
     optimizer, trajectory = make([param], **values), []
     for grad in grads:
@@ -91,15 +95,18 @@ def run_torch(make: Callable[..., torch.optim.Optimizer], values: Any, param: Te
     return trajectory
 
 
-# --- the trajectories of torch.optim -----------------------------------------------------------------------------
+# --- the trajectories of torch.optim --------------------------------------------------------------
 
 
 FORMULAS = [name for name in TRANSFORMS if name.startswith(("adam", "adagrad"))]
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of the many small operations under vmap
+# of the many small operations under vmap
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", FORMULAS)
-def test_the_formula_in_a_graph_has_the_trajectory_of_the_fused_kernel_to_rounding(name: str) -> None:
+def test_the_formula_in_a_graph_has_the_trajectory_of_the_fused_kernel_to_rounding(
+    name: str,
+) -> None:
     """Under `torch.vmap`, as in a graph, a fused kernel cannot run."""
     transform, param, grads = TRANSFORMS[name], make_param(100), make_grads(100)
     expected, _ = run(transform, param, grads)
@@ -112,7 +119,9 @@ def test_the_formula_in_a_graph_has_the_trajectory_of_the_fused_kernel_to_roundi
 @pytest.mark.parametrize("numel", [0, 1, 7, 1000])
 @pytest.mark.parametrize("values", ADAMS.values(), ids=ADAMS)
 @pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_adam_and_adamw_are_the_fused_ones_of_torch_bit_for_bit(name: str, values: Any, numel: int) -> None:
+def test_adam_and_adamw_are_the_fused_ones_of_torch_bit_for_bit(
+    name: str, values: Any, numel: int
+) -> None:
     param, grads = make_param(numel), make_grads(numel)
     make = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
     ours, state = run(getattr(fzero.optim, name)(**values), param, grads)
@@ -129,7 +138,8 @@ def test_adam_and_adamw_are_the_unfused_ones_of_torch_to_rounding(name: str, val
     make = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
     theirs = run_torch(make, {"foreach": False, **values}, param, grads)
     ours, _ = run(getattr(fzero.optim, name)(**values), param, grads)
-    # The plain loop of torch.optim divides and takes roots in another order than the fused kernel: a few last bits.
+    # The plain loop of torch.optim divides and takes roots in another order than the fused kernel:
+    # a few last bits.
     torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-5, atol=1e-6)
 
 
@@ -143,8 +153,9 @@ def test_sgd_is_the_one_of_torch(values: Any, numel: int) -> None:
     if not values.get("dampening"):
         assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
     else:
-        # torch adds (1 - dampening) * gradient to the momentum with one rounding, and fzero rounds twice; each of
-        # 20 steps may differ by a last bit of the largest summand (momentum up to about 1e3, times lr).
+        # torch adds (1 - dampening) * gradient to the momentum with one rounding, and fzero rounds
+        # twice; each of 20 steps may differ by a last bit of the largest summand (momentum up to
+        # about 1e3, times lr).
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=20 * 0.1 * 1e3 * 2**-24)
 
 
@@ -174,24 +185,34 @@ def test_lion_is_algorithm_2_of_its_paper(values: Any, numel: int) -> None:
 
 
 def test_the_first_gradient_is_not_dampened() -> None:
-    trajectory, _ = run(fzero.sgd(1.0, momentum=0.5, dampening=0.5), torch.zeros(1), torch.ones(2, 1))
+    trajectory, _ = run(
+        fzero.sgd(1.0, momentum=0.5, dampening=0.5), torch.zeros(1), torch.ones(2, 1)
+    )
     assert [param.item() for param in trajectory] == [-1.0, -2.0]  # directions 1 and 0.5·1 + 0.5·1
 
 
-# --- the laws of every transform ---------------------------------------------------------------------------------
+# --- the laws of every transform ------------------------------------------------------------------
 
 
 @every_transform
 def test_every_transform_keeps_the_laws(name: str) -> None:
-    check_transform(TRANSFORMS[name], name=name, compile="step", max_examples=examples(5).max_examples)
+    check_transform(
+        TRANSFORMS[name], name=name, compile="step", max_examples=examples(5).max_examples
+    )
 
 
-@pytest.mark.parametrize("make", [fzero.optim.adagrad, fzero.optim.adam, fzero.adamw, fzero.optim.lion, fzero.sgd])
-def test_every_optimizer_keeps_them_as_a_function_of_the_learning_rate(make: Callable[[Any], Transform]) -> None:
-    check_transform(make, name=make.__name__, compile="step", max_examples=examples(10).max_examples)
+@pytest.mark.parametrize(
+    "make", [fzero.optim.adagrad, fzero.optim.adam, fzero.adamw, fzero.optim.lion, fzero.sgd]
+)
+def test_every_optimizer_keeps_them_as_a_function_of_the_learning_rate(
+    make: Callable[[Any], Transform],
+) -> None:
+    check_transform(
+        make, name=make.__name__, compile="step", max_examples=examples(10).max_examples
+    )
 
 
-# --- chains ------------------------------------------------------------------------------------------------------
+# --- chains ---------------------------------------------------------------------------------------
 
 
 def test_a_chain_is_its_links_one_after_the_other() -> None:
@@ -206,7 +227,11 @@ def test_chains_are_associative() -> None:
     a, b, c = fzero.optim.scale(0.3), fzero.optim.scale(0.7), fzero.sgd(0.1, momentum=0.9)
     flat, left, right = (
         run(transform, make_param(50), make_grads(50))[0][-1]
-        for transform in (fzero.chain(a, b, c), fzero.chain(fzero.chain(a, b), c), fzero.chain(a, fzero.chain(b, c)))
+        for transform in (
+            fzero.chain(a, b, c),
+            fzero.chain(fzero.chain(a, b), c),
+            fzero.chain(a, fzero.chain(b, c)),
+        )
     )
     assert torch.equal(flat, left) and torch.equal(flat, right)
 
@@ -230,11 +255,13 @@ def test_a_chain_with_a_state_of_another_length_is_refused() -> None:
         chained.update(torch.ones(1), torch.ones(1), chained.init(torch.ones(1))[:1])
 
 
-# --- donation and speed ------------------------------------------------------------------------------------------
+# --- donation and speed ---------------------------------------------------------------------------
 
 
 class Watch(TorchDispatchMode):
-    """Records operators that use a tensor of at least N elements, and the memory that they allocate for such tensors."""
+    """Records operators that use a tensor of at least N elements, and the memory that
+    they allocate for such tensors.
+    """
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -242,7 +269,9 @@ class Watch(TorchDispatchMode):
         self.operators: list[str] = []
         self.made: set[int] = set()
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         given_tensors = self._large((args, kwargs))
         result = operator(*args, **(kwargs or {}))
         if given_tensors or self._large(result):
@@ -251,7 +280,9 @@ class Watch(TorchDispatchMode):
         return result
 
     def _large(self, tree: Any) -> set[int]:
-        found = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor) and x.numel() >= self.numel]
+        found = [
+            x for x in optree.tree_leaves(tree) if isinstance(x, Tensor) and x.numel() >= self.numel
+        ]
         return {x.untyped_storage().data_ptr() for x in found}
 
 
@@ -293,7 +324,13 @@ def test_elements_are_updated_where_the_strides_say_they_are(name: str) -> None:
         for grad in grads:
             _, other, its_state = transform.update(of_grad(grad.clone()), other, its_state)
             _, param, state = transform.update(grad.clone(), param, state)
-        assert all(map(torch.equal, optree.tree_leaves((param, state)), optree.tree_leaves((other, its_state))))
+        assert all(
+            map(
+                torch.equal,
+                optree.tree_leaves((param, state)),
+                optree.tree_leaves((other, its_state)),
+            )
+        )
 
 
 @pytest.mark.parametrize("name", ["adamw, defaults", "adam, defaults", "adagrad, defaults"])
@@ -302,14 +339,17 @@ def test_a_gradient_may_be_one_number_for_all_elements_and_a_parameter_may_not(n
     for param, grad in zip(params, (torch.ones(1000), torch.ones(1).expand(1000)), strict=True):
         transform.update(grad, param, transform.init(param))
     assert torch.equal(*params)
-    param = torch.zeros(1).expand(1000)  # memory for one element; the bare kernel would write a thousand there
+    # memory for one element; the bare kernel would write a thousand there
+    param = torch.zeros(1).expand(1000)
     with pytest.raises(RuntimeError, match="refers to a single memory location"):
         transform.update(torch.ones(1000), param, transform.init(param))
 
 
 @pytest.mark.parametrize("factor", [None, torch.tensor(0.5)])
 @every_transform
-def test_several_buffers_in_one_call_are_updated_like_each_by_itself(name: str, factor: Tensor | None) -> None:
+def test_several_buffers_in_one_call_are_updated_like_each_by_itself(
+    name: str, factor: Tensor | None
+) -> None:
     transform = mixed_precision(TRANSFORMS[name], state_dtype="float32", factor=factor)
     both: list[tuple[list[Tensor], list[Any]]] = []
     for is_one_call in (True, False):
@@ -320,11 +360,15 @@ def test_several_buffers_in_one_call_are_updated_like_each_by_itself(name: str, 
             if is_one_call:
                 _, states = transform.update_each(grads, params, states)
             else:
-                states = [transform.update(*of)[2] for of in zip(grads, params, states, strict=True)]
+                states = [
+                    transform.update(*of)[2] for of in zip(grads, params, states, strict=True)
+                ]
         both.append((params, states))
     ours, theirs = map(optree.tree_leaves, both)
     assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-    assert name in ("scale", "empty chain", "sgd, lr 0") or not torch.equal(both[0][0][0], make_param(1000))
+    assert name in ("scale", "empty chain", "sgd, lr 0") or not torch.equal(
+        both[0][0][0], make_param(1000)
+    )
 
 
 def test_a_transform_with_another_update_does_not_update_several_by_the_old_one() -> None:
@@ -336,7 +380,9 @@ def test_a_transform_with_another_update_does_not_update_several_by_the_old_one(
         assert torch.equal(param, x / 2)
 
 
-@pytest.mark.parametrize(("name", "kernel"), [("adam", "aten._fused_adam_"), ("adamw", "aten._fused_adamw_")])
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("adam", "aten._fused_adam_"), ("adamw", "aten._fused_adamw_")]
+)
 def test_adam_and_adamw_are_one_pass_of_one_fused_kernel(name: str, kernel: str) -> None:
     transform = getattr(fzero.optim, name)(1e-2, weight_decay=0.1)
     watch, _, _ = _watched(transform)
@@ -350,10 +396,12 @@ def test_the_watch_sees_operators_and_new_memory() -> None:
         assert not watch.made
         y = x + 1
         torch.ones(9)
-    assert watch.operators == ["aten.mul_.Tensor", "aten.add.Tensor"] and watch.made == {y.data_ptr()}
+    assert watch.operators == ["aten.mul_.Tensor", "aten.add.Tensor"] and watch.made == {
+        y.data_ptr()
+    }
 
 
-# --- bad values --------------------------------------------------------------------------------------------------
+# --- bad values -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -361,8 +409,16 @@ def test_the_watch_sees_operators_and_new_memory() -> None:
     [
         (fzero.sgd, {"lr": -0.1}, "sgd: lr must be at least 0, got -0.1"),
         (fzero.sgd, {"lr": 0.1, "momentum": -1.0}, "sgd: momentum must be at least 0, got -1.0"),
-        (fzero.sgd, {"lr": 0.1, "weight_decay": -1.0}, "sgd: weight_decay must be at least 0, got -1.0"),
-        (fzero.sgd, {"lr": 0.1, "nesterov": True}, r"sgd: nesterov needs momentum > 0 .* got 0.0 and 0.0"),
+        (
+            fzero.sgd,
+            {"lr": 0.1, "weight_decay": -1.0},
+            "sgd: weight_decay must be at least 0, got -1.0",
+        ),
+        (
+            fzero.sgd,
+            {"lr": 0.1, "nesterov": True},
+            r"sgd: nesterov needs momentum > 0 .* got 0.0 and 0.0",
+        ),
         (
             fzero.sgd,
             {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "nesterov": True},
@@ -371,8 +427,16 @@ def test_the_watch_sees_operators_and_new_memory() -> None:
         (fzero.optim.adam, {"lr": -1}, "adam: lr must be at least 0, got -1"),
         (fzero.adamw, {"lr": float("nan")}, "adamw: lr must be at least 0, got nan"),
         (fzero.adamw, {"lr": 0.1, "eps": -1e-8}, "adamw: eps must be at least 0, got -1e-08"),
-        (fzero.adamw, {"lr": 0.1, "weight_decay": -0.1}, "adamw: weight_decay must be at least 0, got -0.1"),
-        (fzero.adamw, {"lr": 0.1, "betas": (0.9, 1.0)}, r"adamw: each of betas must be in \[0, 1\), got \(0.9, 1.0\)"),
+        (
+            fzero.adamw,
+            {"lr": 0.1, "weight_decay": -0.1},
+            "adamw: weight_decay must be at least 0, got -0.1",
+        ),
+        (
+            fzero.adamw,
+            {"lr": 0.1, "betas": (0.9, 1.0)},
+            r"adamw: each of betas must be in \[0, 1\), got \(0.9, 1.0\)",
+        ),
         (
             fzero.optim.adam,
             {"lr": 0.1, "betas": (-0.1, 0.9)},
@@ -380,6 +444,8 @@ def test_the_watch_sees_operators_and_new_memory() -> None:
         ),
     ],
 )
-def test_a_bad_value_is_refused_by_the_name_of_its_field(make: Any, values: Any, message: str) -> None:
+def test_a_bad_value_is_refused_by_the_name_of_its_field(
+    make: Any, values: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         make(**values)

@@ -1,4 +1,6 @@
-"""Client optimizers that need whole parameters train as the class itself, on any number of ranks, through checkpoints."""
+"""Client optimizers that need whole parameters train as the class itself, on any number
+of ranks, through checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from fzero.optim.whole_params import check_shapes_do_not_matter, check_whole
 
 
 class ByRow(torch.optim.Optimizer):
-    """One second moment per row of a matrix: state of another shape than the parameter, and a Python number."""
+    """One second moment per row of a matrix: state of another shape than the parameter,
+    and a Python number.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta})
@@ -74,17 +78,28 @@ def _with_engine(kind: Any, stages: tuple[int, int], folder: str) -> dict[str, T
     for index, stage in enumerate(stages):
         model = _net()
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-        config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0, "zero_optimization": zero}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0,
+            "zero_optimization": zero,
+        }
         with warnings.catch_warnings(record=True) as reported:
             warnings.simplefilter("always")
-            engine = fzero.initialize(model=model, optimizer=kind(model.parameters(), lr=0.05), config=config)[0]
+            engine = fzero.initialize(
+                model=model, optimizer=kind(model.parameters(), lr=0.05), config=config
+            )[0]
         assert any(
-            kind.__name__ in str(w.message) and "all of its state, undivided" in str(w.message) for w in reported
+            kind.__name__ in str(w.message) and "all of its state, undivided" in str(w.message)
+            for w in reported
         )
         if index:
             engine.load_checkpoint(folder)
         for count in (2 * index, 2 * index + 1):
-            half = _batch(count)[2 * engine.global_rank :][:2] if engine.world_size == 2 else _batch(count)
+            half = (
+                _batch(count)[2 * engine.global_rank :][:2]
+                if engine.world_size == 2
+                else _batch(count)
+            )
             engine.backward(engine(half).square().mean())
             engine.step()
         engine.save_checkpoint(folder)
@@ -112,7 +127,9 @@ def test_a_class_that_neither_divides_nor_steps_one_by_one_is_refused() -> None:
 
 
 def test_a_class_that_looks_at_shapes_is_not_taken_for_elementwise() -> None:
-    with pytest.raises(ValueError, match="ByRow: must update a matrix as it updates the same elements"):
+    with pytest.raises(
+        ValueError, match="ByRow: must update a matrix as it updates the same elements"
+    ):
         check_shapes_do_not_matter(ByRow, {})
     check_shapes_do_not_matter(torch.optim.AdamW, {})
     with warnings.catch_warnings():

@@ -1,6 +1,8 @@
-"""When a rank of a pipeline dies, the others end by themselves, and their error names its stage, host and end.
+"""When a rank of a pipeline dies, the others end by themselves, and their error names
+its stage, host and end.
 
-The jobs run without torchrun, whose agent would kill the other ranks. Each rank runs this file.
+The jobs run without torchrun, whose agent would kill the other ranks. Each rank runs
+this file.
 """
 
 from __future__ import annotations
@@ -49,8 +51,10 @@ def run_rank(scenario: str, num_stages: int, victim: int) -> None:
     dies = rank == victim and scenario.startswith("killed")
     model = nn.Sequential(*(Fragile(scenario, dies) for _ in range(num_stages)))
     config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1},
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 1},
+    }
     sgd = fzero.optim.sgd(1e-3)
 
     def update(grad: Tensor, param: Tensor, own: Any) -> Any:
@@ -86,7 +90,12 @@ def run_rank(scenario: str, num_stages: int, victim: int) -> None:
     ],
 )
 def test_the_error_of_all_other_ranks_names_the_stage_of_the_one_that_is_gone(
-    scenario: str, num_stages: int, world_size: int, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scenario: str,
+    num_stages: int,
+    world_size: int,
+    victim: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)  # for the checkpoints of ranks
     with Job(world_size, scenario, num_stages, victim, file=__file__) as job:
@@ -99,9 +108,15 @@ def test_the_error_of_all_other_ranks_names_the_stage_of_the_one_that_is_gone(
             code, errors = job.end_of(rank, timeout=SECONDS)
             assert code == 1 and "CollectiveError: " in errors, errors
             first = errors[errors.index("CollectiveError: ") :]
-            gone: Any = re.findall(r"(rank \d+ of pipeline stage \d+) \((.*), pid (\d+)\) has not come: (.*)", first)
-            assert gone and {name for name, *_ in gone} == {f"rank {victim} of pipeline stage {stage}"}, errors
-            assert all(host and int(found) == pid and re.match(how, why) for _, host, found, why in gone), errors
+            gone: Any = re.findall(
+                r"(rank \d+ of pipeline stage \d+) \((.*), pid (\d+)\) has not come: (.*)", first
+            )
+            assert gone and {name for name, *_ in gone} == {
+                f"rank {victim} of pipeline stage {stage}"
+            }, errors
+            assert all(
+                host and int(found) == pid and re.match(how, why) for _, host, found, why in gone
+            ), errors
 
 
 if __name__ == "__main__":

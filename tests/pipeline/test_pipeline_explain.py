@@ -1,4 +1,6 @@
-"""`explain` of a pipeline: what it predicts of messages and stored activations is what a run does."""
+"""`explain` of a pipeline: what it predicts of messages and stored activations is what
+a run does.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from fzero.pipeline.messages import Expected, Mailbox, Message, Route, Ways
 from fzero.profiling import trace_comm
 from sharding import Mesh
 
-WIDTH, ROWS, STAGES, DATA = 96, 17, 4, 2  # so that a message is longer than the shortest block, 4096 bytes
+# so that a message is longer than the shortest block, 4096 bytes
+WIDTH, ROWS, STAGES, DATA = 96, 17, 4, 2
 ORDERS = ("gpipe", "1f1b", "zero_bubble", "interleaved:2")
 STORED = Counter[int]()
 """The bytes that autograd stores now, by stage. Ranks in lockstep share it."""
@@ -37,7 +40,11 @@ class Counted(nn.Module):
 
     def __init__(self, stage: int | None = None) -> None:
         super().__init__()
-        self.one, self.two, self.stage = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), stage
+        self.one, self.two, self.stage = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            stage,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.stage is None:
@@ -66,7 +73,9 @@ def config(num_micro: int, **keys: Any) -> dict[str, Any]:
     } | keys  # fmt: skip
 
 
-def made(order: str, num_micro: int, mesh: Any, *, counts: bool = False, interval: int = 0) -> fzero.TrainStep:
+def made(
+    order: str, num_micro: int, mesh: Any, *, counts: bool = False, interval: int = 0
+) -> fzero.TrainStep:
     chunks = 2 if order.startswith("interleaved") else 1
     per_chunk = 4 // chunks
     layers = [
@@ -85,11 +94,14 @@ def batch(num_micro: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
 
 
 def sent_by_a_stage(order: str, num_micro: int) -> tuple[int, list[int], list[int]]:
-    """On a real rank: its stage, and the bytes of its messages, as a step sends them and as `explain` predicts them."""
+    """On a real rank: its stage, and the bytes of its messages, as a step sends them
+    and as `explain` predicts them.
+    """
     torch.set_num_threads(1)
     step = made(order, num_micro, Mesh.of(pipe=STAGES, data=1))
     ways: Any = stages_of(step.runtime).ways
-    assert ways.up.group is not ways.down.group  # gloo's thread spins where one connection sends and receives at once
+    # gloo's thread spins where one connection sends and receives at once
+    assert ways.up.group is not ways.down.group
     given = batch(num_micro)
     comm = trace_comm(step, step.init(), given)
     planned = step.explain(given)
@@ -99,7 +111,9 @@ def sent_by_a_stage(order: str, num_micro: int) -> tuple[int, list[int], list[in
     return stage, sent, [planned.timeline.sent[stage], len(planned.timeline.messages[stage])]
 
 
-@pytest.mark.parametrize("order", [ORDERS[1], *(pytest.param(order, marks=pytest.mark.long) for order in ORDERS[2:])])
+@pytest.mark.parametrize(
+    "order", [ORDERS[1], *(pytest.param(order, marks=pytest.mark.long) for order in ORDERS[2:])]
+)
 def test_messages_are_the_predicted_ones(order: str, ranks: RankPool) -> None:
     for stage, sent, (nbytes, number) in ranks(STAGES, sent_by_a_stage, order, 4):
         assert len(sent) == number > 0
@@ -108,7 +122,11 @@ def test_messages_are_the_predicted_ones(order: str, ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [ORDERS[1], *(pytest.param(order, marks=pytest.mark.long) for order in (ORDERS[0], *ORDERS[2:]))]
+    "order",
+    [
+        ORDERS[1],
+        *(pytest.param(order, marks=pytest.mark.long) for order in (ORDERS[0], *ORDERS[2:])),
+    ],
 )
 def test_stored_activations_are_the_predicted_ones(order: str) -> None:
     mesh = fzero.comms.AbstractAxis.of(Mesh.of(pipe=STAGES, data=1))
@@ -123,10 +141,18 @@ def test_stored_activations_are_the_predicted_ones(order: str) -> None:
     assert not any(STORED.values())
     of_layer = ROWS * WIDTH * 4 * 3  # its input, and twice as much between its parts
     for stage in range(STAGES):
-        predicted = planned.timeline.stored[stage] - 4 * in_flight(planned, stage) * (stage == STAGES - 1)  # the loss
+        # the loss
+        predicted = planned.timeline.stored[stage] - 4 * in_flight(planned, stage) * (
+            stage == STAGES - 1
+        )
         assert MOST[stage] == predicted
         if order in ("gpipe", "1f1b"):
-            assert predicted == (num_micro if order == "gpipe" else min(STAGES - stage, num_micro)) * of_layer * 4
+            assert (
+                predicted
+                == (num_micro if order == "gpipe" else min(STAGES - stage, num_micro))
+                * of_layer
+                * 4
+            )
 
 
 def in_flight(planned: PipelinePlan, stage: int) -> int:
@@ -143,11 +169,23 @@ def test_explain_has_the_models_own_stages_order_and_costs(tmp_path: Any) -> Non
     step = made("zero_bubble", 8, fzero.comms.AbstractAxis.of(Mesh.of(pipe=STAGES, data=DATA)))
     planned = step.explain(batch(8, "meta"))
     assert isinstance(planned, PipelinePlan)
-    assert (planned.order.name, planned.bounds, planned.layers.data) == ("zero bubble", (0, 4, 8, 12, 16), DATA)
-    assert "4 stages × 2 data ranks = 8 ranks, 8 micro-batches" in str(planned) and "Bubble" in str(planned)
-    assert planned.bubble < made("1f1b", 8, fzero.comms.AbstractAxis.of(step.mesh)).explain(batch(8)).bubble  # type: ignore[union-attr]
+    assert (planned.order.name, planned.bounds, planned.layers.data) == (
+        "zero bubble",
+        (0, 4, 8, 12, 16),
+        DATA,
+    )
+    assert "4 stages × 2 data ranks = 8 ranks, 8 micro-batches" in str(planned) and "Bubble" in str(
+        planned
+    )
+    assert (
+        planned.bubble
+        < made("1f1b", 8, fzero.comms.AbstractAxis.of(step.mesh)).explain(batch(8)).bubble
+    )  # type: ignore[union-attr]
     (axes,) = planned.draw().axes
-    assert len(axes.patches) == sum(len(planned.order.compute(stage)) + 1 for stage in range(STAGES))  # and its reduce
+    # and its reduce
+    assert len(axes.patches) == sum(
+        len(planned.order.compute(stage)) + 1 for stage in range(STAGES)
+    )
     with pytest.raises(ValueError, match="explain: needs a batch"):
         step.explain()
     with pytest.raises(ValueError, match="trace: a pipeline runs in no graph"):
@@ -156,12 +194,21 @@ def test_explain_has_the_models_own_stages_order_and_costs(tmp_path: Any) -> Non
 
 def test_recomputed_blocks_store_their_inputs_and_take_a_forward_more() -> None:
     mesh = fzero.comms.AbstractAxis.of(Mesh.of(pipe=STAGES, data=DATA))
-    without, planned = (made("1f1b", 4, mesh, interval=interval).explain(batch(4)) for interval in (0, 2))
-    assert isinstance(planned, PipelinePlan) and isinstance(without, PipelinePlan) and planned.checkpoints
+    without, planned = (
+        made("1f1b", 4, mesh, interval=interval).explain(batch(4)) for interval in (0, 2)
+    )
+    assert (
+        isinstance(planned, PipelinePlan)
+        and isinstance(without, PipelinePlan)
+        and planned.checkpoints
+    )
     assert planned.timeline.stored[3] == ROWS * WIDTH * 4 * 2  # two inputs
-    assert planned.timeline.stored[3] < without.timeline.stored[3] == ROWS * WIDTH * 4 * 3 * 4 + 4  # and the loss
+    # and the loss
+    assert planned.timeline.stored[3] < without.timeline.stored[3] == ROWS * WIDTH * 4 * 3 * 4 + 4
     costs = zip(planned.timeline.costs, without.timeline.costs, strict=True)
-    assert all(again.backward == pytest.approx(once.backward + once.forward) for again, once in costs)
+    assert all(
+        again.backward == pytest.approx(once.backward + once.forward) for again, once in costs
+    )
 
 
 def test_a_module_is_planned_as_it_is_explained() -> None:
@@ -169,12 +216,20 @@ def test_a_module_is_planned_as_it_is_explained() -> None:
     explained: Any = step.explain(batch(8))
     model = step.spec.model
     planned = plan_pipeline(
-        model, config(8), stages=STAGES, world_size=STAGES * DATA, batch=batch(1), bounds=model.parts, device="cpu"
+        model,
+        config(8),
+        stages=STAGES,
+        world_size=STAGES * DATA,
+        batch=batch(1),
+        bounds=model.parts,
+        device="cpu",
     )  # type: ignore[arg-type]
     assert planned.as_dict() == explained.as_dict()
 
 
-def test_a_sent_block_is_freed_when_the_order_says_that_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sent_block_is_freed_when_the_order_says_that_it_has_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else every output of a step would be in memory at its end."""
     blocks = list[weakref.ref[Tensor]]()
     most, start_send = [0], collectives.start_send
@@ -186,7 +241,9 @@ def test_a_sent_block_is_freed_when_the_order_says_that_it_has_arrived(monkeypat
         return start_send(x, target, axis, **kwargs)
 
     monkeypatch.setattr(collectives, "start_send", watched)
-    ranks = fzero.simulate(made("1f1b", 12, fzero.comms.AbstractAxis.of(Mesh.of(pipe=STAGES, data=1))), by="lockstep")
+    ranks = fzero.simulate(
+        made("1f1b", 12, fzero.comms.AbstractAxis.of(Mesh.of(pipe=STAGES, data=1))), by="lockstep"
+    )
     ranks(ranks.init(), tuple(part[None] for part in batch(12)))
     assert len(blocks) >= 12
     assert most[0] <= STAGES + 1  # those whose backward has not come, and the one that is made
@@ -210,7 +267,10 @@ def test_messages_may_be_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         device: Any = torch.device("cuda", 0)
         first, second = (Mailbox(Ways(axis, axis), device) for axis in up)  # type: ignore[arg-type]
         for numel in (4, 4000, 4000):
-            tree = {"x": torch.arange(float(numel), device=device), "ids": (torch.arange(3, device=device), 7)}
+            tree = {
+                "x": torch.arange(float(numel), device=device),
+                "ids": (torch.arange(3, device=device), 7),
+            }
             second.expect([Expected(Message(Route("output", 0), 0, 0), 0)])
             first.send(Message(Route("output", 0), 0, 1), tree)
             received = second.receive(Message(Route("output", 0), 0, 0))

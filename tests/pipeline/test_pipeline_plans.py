@@ -1,4 +1,6 @@
-"""Predicted pipelines: costs of layers, stages that fit, the command line, and the picture."""
+"""Predicted pipelines: costs of layers, stages that fit, the command line, and the
+picture.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from fzero.config.config import ConfigError
 from fzero.estimation import estimate_layers, fit, plan_pipeline
 from fzero.estimation.models import NamedModel, PlainGPT, named, sample_of
 from fzero.estimation.pipelines import PipelinePlanner
-from fzero.pipeline import LayerCost, LayerSpec, PipelineModule, TiedLayerSpec, interleaved, plan_order, predict
+from fzero.pipeline import (
+    LayerCost,
+    LayerSpec,
+    PipelineModule,
+    TiedLayerSpec,
+    interleaved,
+    plan_order,
+    predict,
+)
 from fzero.pipeline.picture import draw_timeline
 from fzero.pipeline.timeline import stored_over_time
 from fzero.plans.machine_model import MachineModel
@@ -44,17 +54,20 @@ def test_costs_of_layers_add_up_to_those_of_the_trace() -> None:
     assert sum(layers.numels) == sum(p.numel() for p in made.traced.model.parameters())
     work = [one for event in made.traced.trace.events for one in event.work]
     seconds = sum(one.seconds(machine) for one in work)
-    assert sum(cost.seconds for cost in layers.costs) == pytest.approx(seconds)  # a sum in another order
+    # a sum in another order
+    assert sum(cost.seconds for cost in layers.costs) == pytest.approx(seconds)
     blocks = layers.costs[2:8]  # the backward of the first block includes that of the embedding
     assert len(set(blocks)) == 1
-    assert {cost.output_nbytes for cost in layers.costs[:9]} == {2 * 64 * 128 * 2}  # bf16 of 2 rows of 64 tokens
+    # bf16 of 2 rows of 64 tokens
+    assert {cost.output_nbytes for cost in layers.costs[:9]} == {2 * 64 * 128 * 2}
 
 
 def test_the_peak_without_stages_is_that_of_the_trace() -> None:
     made = planner()
     alone = made.planned(1, 1, micro_batches=3)
     most = alone.nbytes - alone.timeline.state[0]
-    # What is stored at the most, and the most that a layer holds besides: the two need not be at one time.
+    # What is stored at the most, and the most that a layer holds besides: the two need not be at
+    # one time.
     assert made.traced.trace.nbytes <= most <= 1.001 * made.traced.trace.nbytes
     assert alone.bubble == 0
     assert alone.timeline.sent == (0,)
@@ -74,25 +87,35 @@ def test_a_planned_pipeline_has_the_parts_of_the_model(order: str) -> None:
     reported = str(planned)
     assert "4 stages × 4 data ranks = 16 ranks, 8 micro-batches" in reported
     assert f"Bubble {planned.bubble:.1%}" in reported
-    assert json.loads(json.dumps(planned.as_dict()))["by_stage"][0]["in_flight"] == planned.order.in_flight[0]
+    assert (
+        json.loads(json.dumps(planned.as_dict()))["by_stage"][0]["in_flight"]
+        == planned.order.in_flight[0]
+    )
 
 
 def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
     made = planner()
     found = made.planned(3, 3, micro_batches=4)
     other = made.planned(3, 3, micro_batches=4, bounds=[0, 7, 8, 10])
-    slowest = [max(map(one.timeline.busy, range(3))) for one in (found, other)]  # messages take most of the time here
+    # messages take most of the time here
+    slowest = [max(map(one.timeline.busy, range(3))) for one in (found, other)]
     assert slowest[0] < slowest[1]
     assert other.bounds == (0, 7, 8, 10)
 
 
 def test_pipelines_that_cannot_be_are_refused_in_words() -> None:
     model, made = gpt(), planner()
-    with pytest.raises(ConfigError, match=r"must be 0, 1 or 3 with a pipeline, got 2.*set stage to 1"):
-        plan_pipeline(model, {"zero_optimization": {"stage": 2}}, batch=None, stages=4, world_size=8)
+    with pytest.raises(
+        ConfigError, match=r"must be 0, 1 or 3 with a pipeline, got 2.*set stage to 1"
+    ):
+        plan_pipeline(
+            model, {"zero_optimization": {"stage": 2}}, batch=None, stages=4, world_size=8
+        )
     with pytest.raises(ConfigError, match="stages must divide the number of ranks, 9, got 4"):
         made.planned(4, 9)
-    with pytest.raises(ConfigError, match=r"at most the number of layers, 10, got 16; use fewer stages"):
+    with pytest.raises(
+        ConfigError, match=r"at most the number of layers, 10, got 16; use fewer stages"
+    ):
         made.planned(16, 16)
     with pytest.raises(ValueError, match="nbytes must hold the largest part, which has at least"):
         made.planned(4, 8, device_nbytes=1e6)
@@ -108,17 +131,24 @@ def test_fit_proposes_the_pipelines_that_fit_fastest_first() -> None:
     found = fit(model, world_size=8, device_nbytes=20e6, batch=sample_of(model, 2, 64))
     assert found.pipelines
     assert all(one.nbytes <= 20e6 for one in found.pipelines)
-    assert [one.seconds for one in found.pipelines] == sorted(one.seconds for one in found.pipelines)
+    assert [one.seconds for one in found.pipelines] == sorted(
+        one.seconds for one in found.pipelines
+    )
     assert {one.order.stages * one.layers.data for one in found.pipelines} == {8}
     # As many samples in a step.
     assert {one.order.micro_batches // one.order.stages for one in found.pipelines} == {1}
     assert {one.checkpoints for one in found.pipelines} == {False, True}
     assert "As a pipeline, with as many samples in a step" in str(found)
     assert found.as_dict()["pipelines"][0]["stages"] == found.pipelines[0].order.stages
-    assert fit(model, {"zero_optimization": {"stage": 2}}, world_size=8, device_nbytes=1e9).pipelines == ()
+    assert (
+        fit(model, {"zero_optimization": {"stage": 2}}, world_size=8, device_nbytes=1e9).pipelines
+        == ()
+    )
 
 
-def test_the_command_line_plans_and_draws_pipelines(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_plans_and_draws_pipelines(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture = tmp_path / "stages.png"
     words = [
         "plan",
@@ -153,21 +183,30 @@ def test_the_command_line_plans_and_draws_pipelines(tmp_path: Any, capsys: pytes
 
 @pytest.mark.long
 def test_seventy_billion_parameters_on_eight_stages_of_128_ranks() -> None:
-    """1F1B with m = 64: bubble (p - 1)/(m + p - 1) = 9.9 % and what layers cannot divide; state 4 + 12/128 bytes a parameter."""
+    """1F1B with m = 64: bubble (p - 1)/(m + p - 1) = 9.9 % and what layers cannot
+    divide; state 4 + 12/128 bytes a parameter.
+    """
     found: NamedModel = named("70B")
     planned = plan_pipeline(
-        found.model, stages=8, world_size=1024, batch=sample_of(found.model, 1, 4096), micro_batches=64
+        found.model,
+        stages=8,
+        world_size=1024,
+        batch=sample_of(found.model, 1, 4096),
+        micro_batches=64,
     )
     assert 7 / 71 <= planned.bubble <= 7 / 71 + 0.03
     assert planned.order.in_flight == (8, 7, 6, 5, 4, 3, 2, 1)
     for stage in range(8):
-        assert planned.timeline.state[stage] / planned.numel(stage) == pytest.approx(4 + 12 / 128, rel=1e-3)  # padding
+        # padding
+        assert planned.timeline.state[stage] / planned.numel(stage) == pytest.approx(
+            4 + 12 / 128, rel=1e-3
+        )
     assert planned.nbytes == planned.timeline.nbytes[0]
     assert sum(planned.numel(stage) for stage in range(8)) == found.num_params
     assert planned.timeline.sent[3] == 2 * 64 * 4096 * 8192 * 2  # 2 m (bytes of a boundary)
 
 
-# --- layers of a PipelineModule --------------------------------------------------------------------------------------------
+# --- layers of a PipelineModule -------------------------------------------------------------------
 
 
 def head(module: nn.Module, x: Tensor) -> Tensor:
@@ -200,7 +239,8 @@ def test_estimated_costs_cut_a_pipeline() -> None:
     bounds = pipeline(partition_method=costs).partition(2)
     slowest = max(sum(cost.seconds for cost in costs[a:b]) for a, b in pairwise(bounds))
     assert slowest == min(
-        max(sum(cost.seconds for cost in part) for part in (costs[:cut], costs[cut:])) for cut in range(1, 6)
+        max(sum(cost.seconds for cost in part) for part in (costs[:cut], costs[cut:]))
+        for cut in range(1, 6)
     )
     with pytest.raises(ValueError, match="loss_fn: a planned pipeline must have one, got None"):
         estimate_layers(pipeline(loss_fn=None), batch=(tokens, tokens))
@@ -211,14 +251,16 @@ def test_measured_costs_are_those_of_the_layers() -> None:
     costs = measure_layers(pipeline(), (tokens, tokens))
     assert len(costs) == 6
     assert [cost.output_nbytes for cost in costs[:5]] == [8192, 8192, 8192, 4 * 16 * 1024 * 4, 8192]
-    assert [cost.state_nbytes for cost in costs] == [16 * n for n in (1600, 1056, 0, 33792, 32800, 1600)]
+    assert [cost.state_nbytes for cost in costs] == [
+        16 * n for n in (1600, 1056, 0, 33792, 32800, 1600)
+    ]
     assert costs[3].stored_nbytes == 8192  # its input
     assert costs[4].stored_nbytes == 4 * 16 * 1024 * 4
     assert all(cost.forward > 0 for cost in costs)
     assert pipeline(partition_method=costs).parts[-1] == 6
 
 
-# --- pictures -----------------------------------------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 
 def test_the_picture_has_a_bar_for_every_event_and_what_is_stored() -> None:
@@ -227,7 +269,11 @@ def test_the_picture_has_a_bar_for_every_event_and_what_is_stored() -> None:
     (axes,) = draw_timeline(timeline).axes
     bars = list(axes.patches)
     assert len(bars) == sum(len(order.compute(stage)) for stage in range(2))
-    assert sum(bar.get_width() for bar in bars) == pytest.approx(2 * timeline.seconds * (1 - timeline.bubble))
+    assert sum(bar.get_width() for bar in bars) == pytest.approx(
+        2 * timeline.seconds * (1 - timeline.bubble)
+    )
     assert [text.get_text().split("\n")[1] for text in axes.get_yticklabels()] == ["50 MB", "30 MB"]
     for stage in range(2):
-        assert max(nbytes for _, nbytes in stored_over_time(timeline, stage)) == timeline.stored[stage]
+        assert (
+            max(nbytes for _, nbytes in stored_over_time(timeline, stage)) == timeline.stored[stage]
+        )

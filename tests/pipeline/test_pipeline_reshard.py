@@ -1,4 +1,6 @@
-"""A state moves from one number of stages to another, bit for bit, and training goes on."""
+"""A state moves from one number of stages to another, bit for bit, and training goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import job
 from fzero.resharding import plan_reshard, reshard_all, staged_plan
 
-OTHERS = [(2, 2, "gpipe"), (1, 2, "1f1b"), (4, 2, "zero_bubble"), (2, 2, "interleaved:2"), (0, 2, "1f1b")]
+OTHERS = [
+    (2, 2, "gpipe"),
+    (1, 2, "1f1b"),
+    (4, 2, "zero_bubble"),
+    (2, 2, "interleaved:2"),
+    (0, 2, "1f1b"),
+]
 """Stages (0: without a pipeline), data ranks and orders."""
 
 
@@ -43,7 +51,10 @@ def assert_equal(states: Any, others: Any) -> None:
 
 @pytest.mark.parametrize(
     ("stages", "num_data", "order"),
-    [OTHERS[2], *(pytest.param(*other, marks=pytest.mark.long) for other in (*OTHERS[:2], *OTHERS[3:]))],
+    [
+        OTHERS[2],
+        *(pytest.param(*other, marks=pytest.mark.long) for other in (*OTHERS[:2], *OTHERS[3:])),
+    ],
 )
 def test_training_goes_on_with_the_same_bits_on_another_number_of_stages(
     stages: int, num_data: int, order: str
@@ -56,7 +67,10 @@ def test_training_goes_on_with_the_same_bits_on_another_number_of_stages(
         keys={"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}},
     )
     batches = data(5, 4, 2)
-    first, other = lockstep(case), lockstep(case._replace(stages=stages, order=order, num_data=num_data))
+    first, other = (
+        lockstep(case),
+        lockstep(case._replace(stages=stages, order=order, num_data=num_data)),
+    )
     state, _ = trained(first, first.init(), batches[:2])
     made = fzero.reshard(state, first, other)
     kept = fzero.reshard(made, other, first)
@@ -77,10 +91,15 @@ def test_data_ranks_may_change_with_the_stages_and_every_tensor_is_kept(made: An
         now = fzero.reshard(now, ranks, new)
         ranks = new
         found = ranks.gather(now)
-        assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+        assert found.keys() == weights.keys() and all(
+            torch.equal(found[name], weights[name]) for name in weights
+        )
         for own in now:
             copies = [
-                x for other in now for key, x in other.params.items() if key in own.params and key.startswith("tied")
+                x
+                for other in now
+                for key, x in other.params.items()
+                if key in own.params and key.startswith("tied")
             ]
             assert all(torch.equal(copies[0], copy) for copy in copies)
     assert_equal(state, now)
@@ -88,11 +107,16 @@ def test_data_ranks_may_change_with_the_stages_and_every_tensor_is_kept(made: An
 
 @pytest.mark.long
 @pytest.mark.parametrize("made", [layers, tied_layers])
-def test_stages_of_zero_may_change_with_the_stages_of_the_pipeline(made: Any, tmp_path: Any) -> None:
+def test_stages_of_zero_may_change_with_the_stages_of_the_pipeline(
+    made: Any, tmp_path: Any
+) -> None:
     """And a checkpoint of stage 3 loads into stage 1, and the other way round."""
     case = Case(2, made=made, num_steps=4)
     sizes = (2, 3), (4, 1), (3, 3)
-    cases = [case._replace(stages=n, keys={"zero_optimization": ONCE | {"stage": zero}}) for n, zero in sizes]
+    cases = [
+        case._replace(stages=n, keys={"zero_optimization": ONCE | {"stage": zero}})
+        for n, zero in sizes
+    ]
     batches = data(4, 4, 2)
     first = lockstep(cases[0])
     state, _ = trained(first, first.init(), batches[:1])
@@ -110,14 +134,21 @@ def test_stages_of_zero_may_change_with_the_stages_of_the_pipeline(made: Any, tm
     if made is layers:
         assert_same(*results)
     else:
-        assert [loss for loss, *_ in results[0][0]] == pytest.approx([loss for loss, *_ in results[1][0]], rel=1e-5)
+        assert [loss for loss, *_ in results[0][0]] == pytest.approx(
+            [loss for loss, *_ in results[1][0]], rel=1e-5
+        )
 
 
 def resharded(stages: int, order: str, case: Case) -> tuple[list[Any], int, tuple[int, ...]]:
-    """On a real rank of four: two steps on 2 × 2 ranks, a move, two more steps; and what the move sent."""
+    """On a real rank of four: two steps on 2 × 2 ranks, a move, two more steps; and
+    what the move sent.
+    """
     torch.set_num_threads(1)
     sent: list[CommRecord] = []
-    first, second = case.step(case.mesh), case._replace(stages=stages, order=order, num_data=4 // stages)
+    first, second = (
+        case.step(case.mesh),
+        case._replace(stages=stages, order=order, num_data=4 // stages),
+    )
     new = second.step(replace(job(), name="data", mesh=second.mesh, observe=sent.append))
     state, curve = first.init(), []
     batches = data(4, 4, 4)
@@ -139,18 +170,27 @@ def resharded(stages: int, order: str, case: Case) -> tuple[list[Any], int, tupl
 
 def in_lockstep(stages: int, order: str, case: Case) -> list[Any]:
     """The same in one process."""
-    first, new = lockstep(case), lockstep(case._replace(stages=stages, order=order, num_data=4 // stages))
+    first, new = (
+        lockstep(case),
+        lockstep(case._replace(stages=stages, order=order, num_data=4 // stages)),
+    )
     state, curve, batches = first.init(), [], data(4, 4, 4)
     for ranks, given in ((first, batches[:2]), (new, batches[2:])):
         state = state if ranks is first else fzero.reshard(state, first, new)
         num = ranks.plan.world_size
-        state, (more, _) = trained(ranks, state, [tuple(x.reshape(num, -1, x.shape[-1]) for x in b) for b in given])
+        state, (more, _) = trained(
+            ranks, state, [tuple(x.reshape(num, -1, x.shape[-1]) for x in b) for b in given]
+        )
         curve += more
     return curve
 
 
-@pytest.mark.parametrize(("stages", "order"), [(4, "1f1b"), pytest.param(1, "gpipe", marks=pytest.mark.long)])
-def test_processes_move_their_states_and_send_what_was_planned(stages: int, order: str, ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("stages", "order"), [(4, "1f1b"), pytest.param(1, "gpipe", marks=pytest.mark.long)]
+)
+def test_processes_move_their_states_and_send_what_was_planned(
+    stages: int, order: str, ranks: RankPool
+) -> None:
     case = Case(2, "1f1b", keys={"train_batch_size": 32})
     wanted = in_lockstep(stages, order, case)
     for rank, (curve, sent, planned) in enumerate(ranks(4, resharded, stages, order, case)):
@@ -191,7 +231,9 @@ def test_a_pipeline_may_grow_onto_processes_that_were_not_in_the_old_one(ranks: 
 
 
 def frozen_on_one_rank() -> str:
-    """On a real rank of two: a parameter of stage 1 is frozen after the layers were built, which rank 0 cannot know."""
+    """On a real rank of two: a parameter of stage 1 is frozen after the layers were
+    built, which rank 0 cannot know.
+    """
     case = Case(2, num_data=1)
     model = case.model()
     if model.stage_id == 1:
@@ -203,15 +245,21 @@ def frozen_on_one_rank() -> str:
 
 
 @pytest.mark.long
-def test_layers_that_only_their_own_rank_has_changed_are_refused_on_all_ranks(ranks: RankPool) -> None:
+def test_layers_that_only_their_own_rank_has_changed_are_refused_on_all_ranks(
+    ranks: RankPool,
+) -> None:
     for text in ranks(2, frozen_on_one_rank):
-        assert "must be the same two steps on every process" in text and "where they are made" in text
+        assert (
+            "must be the same two steps on every process" in text and "where they are made" in text
+        )
 
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_stage_is_held_by_the_ranks_with_its_coordinate(stages: int) -> None:
     plan = staged_plan(Case(stages, num_data=2).step())
-    assert [plan.ranks(stage) for stage in range(stages)] == [(2 * stage, 2 * stage + 1) for stage in range(stages)]
+    assert [plan.ranks(stage) for stage in range(stages)] == [
+        (2 * stage, 2 * stage + 1) for stage in range(stages)
+    ]
 
 
 @pytest.mark.long

@@ -1,4 +1,6 @@
-"""Where the state of a pipeline comes from and goes to: `meta`, files of weights and state, 16-bit exports; unusual layers."""
+"""Where the state of a pipeline comes from and goes to: `meta`, files of weights and
+state, 16-bit exports; unusual layers.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Scaled(Block):
 
 
 def sequential() -> nn.Sequential:
-    return nn.Sequential(Blank(), Scaled(), Scaled(p=0.1), Scaled(), Norm(in_place=True), Flip(), End())
+    return nn.Sequential(
+        Blank(), Scaled(), Scaled(p=0.1), Scaled(), Norm(in_place=True), Flip(), End()
+    )
 
 
 def specs() -> list[Any]:
@@ -63,14 +67,18 @@ def step_of(model: Any, stages: int, pipeline: Any = "1f1b") -> fzero.TrainStep:
     case = Case(stages)
     mesh = fzero.comms.AbstractAxis.of(case.mesh)
     loss_fn = None if isinstance(model, PipelineModule) else case.loss_fn
-    return fzero.make_train_step(model, case.config(), mesh=mesh, pipeline=pipeline, loss_fn=loss_fn)
+    return fzero.make_train_step(
+        model, case.config(), mesh=mesh, pipeline=pipeline, loss_fn=loss_fn
+    )
 
 
 def module(stages: int) -> PipelineModule:
     return PipelineModule(specs(), num_stages=stages, loss_fn=Case().loss_fn)
 
 
-def trained(step: fzero.TrainStep, weights: str | None = None) -> tuple[list[float], dict[str, Tensor]]:
+def trained(
+    step: fzero.TrainStep, weights: str | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
     ranks: Any = fzero.simulate(step, by="lockstep")
     state = ranks.init() if weights is None else fzero.load_weights(weights, step=ranks)
     losses = []
@@ -85,7 +93,9 @@ def assert_same(one: Any, other: Any) -> None:
     assert all(torch.equal(x, other[1][name]) for name, x in one[1].items())
 
 
-def test_a_plain_sequential_trains_with_the_same_bits_on_all_stages_and_from_meta(tmp_path: Path) -> None:
+def test_a_plain_sequential_trains_with_the_same_bits_on_all_stages_and_from_meta(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(0)
     model = sequential()
     wanted = trained(step_of(model, 1))
@@ -95,7 +105,8 @@ def test_a_plain_sequential_trains_with_the_same_bits_on_all_stages_and_from_met
         empty = sequential()
     first = trained(step_of(empty, 1))
     assert first[0] != wanted[0]
-    assert_same(trained(step_of(empty, 3, "zero_bubble")), first)  # the same values, whatever the stages
+    # the same values, whatever the stages
+    assert_same(trained(step_of(empty, 3, "zero_bubble")), first)
     assert_same(trained(step_of(empty, 3), str(tmp_path)), wanted)
     assert all(parameter.is_meta for parameter in empty.parameters())
 
@@ -125,11 +136,13 @@ def test_stages_cut_by_cost_train_with_the_same_bits() -> None:
     assert_same(trained(step_of(module(2), 2, Pipeline(partition=[0, 1, 7]))), wanted)
 
 
-# --- unusual layers -----------------------------------------------------------------------------------------------------
+# --- unusual layers -------------------------------------------------------------------------------
 
 
 class Twice(torch.autograd.Function):
-    """A function of one's own with two outputs, of which a layer may use one; it cannot be differentiated twice."""
+    """A function of one's own with two outputs, of which a layer may use one; it cannot
+    be differentiated twice.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +152,9 @@ class Twice(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, of_product: Tensor | None, of_sum: Tensor | None) -> tuple[Tensor, Tensor]:
+    def backward(
+        ctx: Any, of_product: Tensor | None, of_sum: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         zero = torch.zeros_like(x)
         of_product, of_sum = (zero if grad is None else grad for grad in (of_product, of_sum))
@@ -151,8 +166,10 @@ class Plain(nn.Module):
 
     Args:
         frozen: whether nothing of it trains.
-        own: whether it computes by a function of its own; twice with one weight if it is 2.
-        factor: of what goes into its tanh: where it is large, a gradient in fp16 overflows here first.
+        own: whether it computes by a function of its own; twice with one weight if it
+            is 2.
+        factor: of what goes into its tanh: where it is large, a gradient in fp16
+            overflows here first.
     """
 
     def __init__(self, frozen: bool = False, own: int = 0, factor: float = 1.0) -> None:
@@ -181,7 +198,9 @@ class Last(nn.Linear):
 def frozen_layers(pattern: str) -> Callable[[float], list[Any]]:
     """Layers of which those with a 1 in the pattern are frozen."""
     kinds = [First, *[Plain] * (len(pattern) - 2), Last]
-    return lambda p: [LayerSpec(kind, frozen=bit == "1") for kind, bit in zip(kinds, pattern, strict=True)]
+    return lambda p: [
+        LayerSpec(kind, frozen=bit == "1") for kind, bit in zip(kinds, pattern, strict=True)
+    ]
 
 
 def some_layers(number: int, **of_one: Any) -> Callable[[float], list[Any]]:
@@ -208,14 +227,24 @@ def check_law(case: Case, *divisions: tuple[int, str]) -> list[tuple[float, ...]
     ],
 )
 def test_whole_stages_may_be_frozen(pattern: str) -> None:
-    """No gradient goes back to a stage that needs none, and one goes through a frozen stage to one that trains."""
-    check_law(Case(made=frozen_layers(pattern)), (2, "1f1b"), (4, "zero_bubble"), (2, "interleaved:2"))
+    """No gradient goes back to a stage that needs none, and one goes through a frozen
+    stage to one that trains.
+    """
+    check_law(
+        Case(made=frozen_layers(pattern)), (2, "1f1b"), (4, "zero_bubble"), (2, "interleaved:2")
+    )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "chunks", "num_micro"), [(7, 2, 4), (7, 3, 4), (8, 3, 3), (9, 2, 5), (6, 3, 1)])
+@pytest.mark.parametrize(
+    ("number", "chunks", "num_micro"), [(7, 2, 4), (7, 3, 4), (8, 3, 3), (9, 2, 5), (6, 3, 1)]
+)
 def test_layers_and_micro_batches_need_not_divide(number: int, chunks: int, num_micro: int) -> None:
-    check_law(Case(made=some_layers(number), num_micro=num_micro), (2, f"interleaved:{chunks}"), (3, "1f1b"))
+    check_law(
+        Case(made=some_layers(number), num_micro=num_micro),
+        (2, f"interleaved:{chunks}"),
+        (3, "1f1b"),
+    )
 
 
 @pytest.mark.parametrize("own", [pytest.param(1, marks=pytest.mark.long), 2])
@@ -233,16 +262,20 @@ def test_an_overflow_of_one_stage_is_one_of_all() -> None:
 
 
 def test_the_first_parameter_whose_gradient_overflows_is_that_of_the_first_layer() -> None:
-    keys = {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}  # every gradient overflows
+    # every gradient overflows
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}
     ranks = fzero.simulate(Case(2, made=some_layers(4), keys=keys).step(), by="lockstep")
     state, metrics = ranks(ranks.init(), data(1, 4, 2)[0])
     assert metrics.overflow and ranks.first_overflow(state) == "0.weight"
 
 
-def test_a_stage_without_module_buffers_binds_its_model_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_without_module_buffers_binds_its_model_once_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ranks = fzero.simulate(Case(2, made=some_layers(4), num_data=1).step(), by="lockstep")
     first, second = data(2, 4, 1)
-    state, _ = ranks(ranks.init(), first)  # which also looks for gradients that the model has written by itself
+    # which also looks for gradients that the model has written by itself
+    state, _ = ranks(ranks.init(), first)
     bound, to = list[Any](), Binding.to
 
     def counted(self: Binding, *given: Any) -> Any:
@@ -254,7 +287,7 @@ def test_a_stage_without_module_buffers_binds_its_model_once_in_a_step(monkeypat
     assert len(bound) == 2
 
 
-# --- files --------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def in_files(path: Path) -> dict[str, Any]:
@@ -269,18 +302,27 @@ def in_files(path: Path) -> dict[str, Any]:
 @pytest.mark.long
 def test_optimizer_state_in_files_gives_the_same_bits(tmp_path: Path) -> None:
     keys = in_files(tmp_path / "files")
-    wanted = simulated(Case(2, keys={key: value for key, value in keys.items() if key != "zero_optimization"}))
+    wanted = simulated(
+        Case(2, keys={key: value for key, value in keys.items() if key != "zero_optimization"})
+    )
     for stages, stage in ((1, 1), (2, 1), (4, 1), (2, 3)):
-        case = Case(stages, keys=keys | {"zero_optimization": keys["zero_optimization"] | {"stage": stage}})
+        case = Case(
+            stages, keys=keys | {"zero_optimization": keys["zero_optimization"] | {"stage": stage}}
+        )
         assert any(p.kind == "nvme" for p in case.step().plan.placements.values())
         assert str(simulated(case)[0]) == str(wanted[0])
-    with pytest.raises(fzero.ConfigError, match=r"where stages tie layers, .* got 'nvme' with the tied embed"):
+    with pytest.raises(
+        fzero.ConfigError, match=r"where stages tie layers, .* got 'nvme' with the tied embed"
+    ):
         simulated(Case(2, made=tied_layers, keys=keys))
 
 
 @pytest.mark.long
 def test_state_in_files_is_saved_loaded_and_moved_to_other_stages(tmp_path: Path) -> None:
-    first, other = (fzero.simulate(Case(stages, keys=in_files(tmp_path)).step(), by="lockstep") for stages in (2, 4))
+    first, other = (
+        fzero.simulate(Case(stages, keys=in_files(tmp_path)).step(), by="lockstep")
+        for stages in (2, 4)
+    )
     batches = data(3, 4, 2)
     state, _ = first(first.init(), batches[0])
     fzero.save(state, tmp_path / "saved", step=first)
@@ -295,7 +337,9 @@ def test_state_in_files_is_saved_loaded_and_moved_to_other_stages(tmp_path: Path
 
 
 def trains_in_files(path: str) -> list[float]:
-    """On a real rank; two stages have ranks of the same number in "data", and files of their own."""
+    """On a real rank; two stages have ranks of the same number in "data", and files of
+    their own.
+    """
     case = Case(2, num_data=1, keys=in_files(Path(path)))
     step = case.step(case.mesh)
     state, losses = step.init(), []
@@ -335,7 +379,9 @@ def test_weights_of_all_stages_are_exported_in_16_bits(made: Any, tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.parametrize("has_files", [False, True])
-def test_stages_without_parameters_train_save_load_move_and_export(has_files: bool, tmp_path: Path) -> None:
+def test_stages_without_parameters_train_save_load_move_and_export(
+    has_files: bool, tmp_path: Path
+) -> None:
     keys = in_files(tmp_path / "files") if has_files else {}
     case = Case(
         3,
@@ -346,7 +392,9 @@ def test_stages_without_parameters_train_save_load_move_and_export(has_files: bo
 
     def made(stages: int, num_data: int) -> Any:
         specs = [LayerSpec(nn.Linear, 5, 7), torch.tanh, torch.relu, LayerSpec(nn.Linear, 7, 5)]
-        model = PipelineModule(specs, num_stages=stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+        model = PipelineModule(
+            specs, num_stages=stages, loss_fn=nn.functional.mse_loss, partition_method="uniform"
+        )
         mesh = fzero.comms.AbstractAxis.of(Mesh.of(pipe=stages, data=num_data))
         return fzero.simulate(fzero.make_train_step(model, case.config(), mesh=mesh), by="lockstep")
 
@@ -360,6 +408,9 @@ def test_stages_without_parameters_train_save_load_move_and_export(has_files: bo
     fzero.save(state, tmp_path / "saved", step=first)
     fzero.checkpoint.save_16bit_model(state, tmp_path / "weights", step=first)
     wide = made(3, 2)
-    moved, loaded = fzero.reshard(state, first, wide), fzero.load(tmp_path / "saved", step=wide).state
+    moved, loaded = (
+        fzero.reshard(state, first, wide),
+        fzero.load(tmp_path / "saved", step=wide).state,
+    )
     fzero.load_weights(tmp_path / "weights", step=wide)
     assert len({after(*pair)[1] for pair in ((first, state), (wide, moved), (wide, loaded))}) == 1

@@ -1,4 +1,6 @@
-"""The law of pipelines: the numbers do not depend on stages or order, bit for bit; in lockstep and on real processes."""
+"""The law of pipelines: the numbers do not depend on stages or order, bit for bit; in
+lockstep and on real processes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ORDERS = ("gpipe", "1f1b", "interleaved:2", "zero_bubble")
 
 
 class Start(nn.Module):
-    """Integers to a tuple of floats, a mask of bools and integers, which all cross stages."""
+    """Integers to a tuple of floats, a mask of bools and integers, which all cross
+    stages.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +41,11 @@ class Start(nn.Module):
 class Block(nn.Module):
     def __init__(self, frozen: bool = False, p: float = 0.0) -> None:
         super().__init__()
-        self.norm, self.linear, self.drop = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(p)
+        self.norm, self.linear, self.drop = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(p),
+        )
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.linear.bias.requires_grad_(not frozen)
 
@@ -48,7 +56,9 @@ class Block(nn.Module):
 
 
 class Norm(nn.Module):
-    """A layer with module buffers that a step changes, which changes its input in place."""
+    """A layer with module buffers that a step changes, which changes its input in
+    place.
+    """
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()
@@ -78,7 +88,8 @@ def layers(p: float = 0.0, *, in_place: bool = True) -> list[Any]:
     return [LayerSpec(Start), *blocks, LayerSpec(Norm, in_place), flip, LayerSpec(End), torch.abs]
 
 
-layers_out_of_place = partial(layers, in_place=False)  # torch.utils.checkpoint allows no change of an input in place
+# torch.utils.checkpoint allows no change of an input in place
+layers_out_of_place = partial(layers, in_place=False)
 
 
 def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -93,11 +104,13 @@ def summed(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def config(num_micro: int, num_data: int, **keys: Any) -> dict[str, Any]:
     found = {
-        "train_batch_size": 2 * num_micro * num_data, "gradient_accumulation_steps": num_micro, "gradient_clipping": 0.05,
+        "train_batch_size": 2 * num_micro * num_data,
+        "gradient_accumulation_steps": num_micro,
+        "gradient_clipping": 0.05,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
         "zero_optimization": {"stage": keys.pop("stage", 1)},
-    } | keys  # fmt: skip
+    } | keys
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -105,7 +118,10 @@ def data(num_steps: int, num_micro: int, num_data: int) -> list[tuple[Tensor, Te
     """For each step, inputs and labels of all data ranks (D, B, length)."""
     generator = torch.Generator().manual_seed(3)
     shape = (num_data, 2 * num_micro, LENGTH)
-    return [tuple(torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2)) for _ in range(num_steps)]  # type: ignore[misc]
+    return [
+        tuple(torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
+        for _ in range(num_steps)
+    ]  # type: ignore[misc]
 
 
 class Case(NamedTuple):
@@ -128,21 +144,30 @@ class Case(NamedTuple):
 
     def model(self) -> PipelineModule:
         return PipelineModule(
-            self.made(self.p), num_stages=self.stages or 1, loss_fn=self.loss_fn, partition_method="uniform",
+            self.made(self.p),
+            num_stages=self.stages or 1,
+            loss_fn=self.loss_fn,
+            partition_method="uniform",
             activation_checkpoint_interval=self.interval,
-        )  # fmt: skip
+        )
 
     def step(self, mesh: Any = None) -> fzero.TrainStep:
         if self.stages:
             mesh = mesh or fzero.comms.AbstractAxis.of(self.mesh)
-            return fzero.make_train_step(self.model(), self.config(), mesh=mesh, pipeline=self.order, **self.options)
+            return fzero.make_train_step(
+                self.model(), self.config(), mesh=mesh, pipeline=self.order, **self.options
+            )
         whole = self.model().build(0, len(self.made(self.p)))
         units = list(dict.fromkeys(name.partition(".")[0] for name, _ in whole.named_parameters()))
         loss_fn = self.loss_fn
         return fzero.make_train_step(
-            whole, self.config(), units=units, mesh=mesh or fzero.comms.AbstractAxis("data", self.num_data),
-            loss_fn=lambda model, batch: loss_fn(model(batch[0]), batch[1]), **self.options,
-        )  # fmt: skip
+            whole,
+            self.config(),
+            units=units,
+            mesh=mesh or fzero.comms.AbstractAxis("data", self.num_data),
+            loss_fn=lambda model, batch: loss_fn(model(batch[0]), batch[1]),
+            **self.options,
+        )
 
     @property
     def mesh(self) -> Mesh:
@@ -162,7 +187,9 @@ def simulated(case: Case) -> Result:
 
 
 def on_processes(case: Case) -> list[Result]:
-    """On a real rank; also a reference, as gradient accumulation in its own group, comes from `simulated`."""
+    """On a real rank; also a reference, as gradient accumulation in its own group,
+    comes from `simulated`.
+    """
     torch.set_num_threads(1)
     step = case.step(case.mesh)
     state, curve = step.init(), []
@@ -180,7 +207,7 @@ def assert_same(found: Result, wanted: Result) -> None:
     assert not differing
 
 
-# --- the law ----------------------------------------------------------------------------------------------------------
+# --- the law --------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -188,7 +215,8 @@ def assert_same(found: Result, wanted: Result) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_stages_and_orders_change_no_bit(order: str, stage: int) -> None:
     reference = simulated(Case(stages=0, keys={"stage": stage}))
-    assert len({loss for loss, *_ in reference[0]}) == 3 and reference[0][0][1] > 0.05  # it trains, and clips
+    # it trains, and clips
+    assert len({loss for loss, *_ in reference[0]}) == 3 and reference[0][0][1] > 0.05
     for stages in (1, 2, 4):
         assert_same(simulated(Case(stages, order, keys={"stage": stage})), reference)
 
@@ -198,11 +226,18 @@ LIMITED = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live
 
 
 @pytest.mark.parametrize(
-    "num_data", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+    "num_data",
+    [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)],
 )
 def test_in_stage_3_parameters_are_gathered_once_and_no_bit_changes(num_data: int) -> None:
-    changes: Any = {"zero_optimization": ONCE, "bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
-    reference = simulated(Case(stages=0, num_data=num_data, keys=changes | {"zero_optimization": ONCE | {"stage": 1}}))
+    changes: Any = {
+        "zero_optimization": ONCE,
+        "bf16": {"enabled": True},
+        "data_types": {"buffer_dtype": "bf16"},
+    }
+    reference = simulated(
+        Case(stages=0, num_data=num_data, keys=changes | {"zero_optimization": ONCE | {"stage": 1}})
+    )
     for stages, order in ((2, "1f1b"), (4, "zero_bubble"), (2, "interleaved:2")):
         case = Case(stages, order, num_data=num_data, keys=changes)
         assert_same(simulated(case), reference)
@@ -211,20 +246,29 @@ def test_in_stage_3_parameters_are_gathered_once_and_no_bit_changes(num_data: in
         trace_comm(ranks, ranks.init(), data(1, 4, num_data)[0]).by_purpose(),
         ranks.plan.sent_nbytes_per_step,
     )
-    assert sent.get("gather", 0) == planned["all_gather in the forward"] and not planned["all_gather in the backward"]
+    assert (
+        sent.get("gather", 0) == planned["all_gather in the forward"]
+        and not planned["all_gather in the backward"]
+    )
     assert sent.get("reduce", 0) == planned["reduce_scatter of gradients"]
     assert (planned["all_gather in the forward"] > 0) == (num_data > 1)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", ["fp16", "weighted loss", "sums", "LAMB", "a group of one stage", "offload", "checkpointing"]
+    "name",
+    ["fp16", "weighted loss", "sums", "LAMB", "a group of one stage", "offload", "checkpointing"],
 )
 def test_stage_3_has_the_numbers_of_stage_1_in_every_configuration(name: str) -> None:
     case = Case(**CASES[name])
     offload = case.keys.get("zero_optimization", {})
     zeros = [offload | ONCE | {"stage": stage} for stage in (1, 3)]
-    assert_same(*(simulated(case._replace(keys=dict(case.keys) | {"zero_optimization": zero})) for zero in zeros))
+    assert_same(
+        *(
+            simulated(case._replace(keys=dict(case.keys) | {"zero_optimization": zero}))
+            for zero in zeros
+        )
+    )
 
 
 @pytest.mark.long
@@ -246,7 +290,9 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"keys": {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}},
     "stochastic rounding": {
         "keys": {
-            "bf16": dict.fromkeys(("enabled", "bf16_master_weights_and_grads", "stochastic_rounding"), True),
+            "bf16": dict.fromkeys(
+                ("enabled", "bf16_master_weights_and_grads", "stochastic_rounding"), True
+            ),
             "data_types": {"buffer_dtype": "bf16"},
         }
     },
@@ -255,9 +301,13 @@ CASES: dict[str, dict[str, Any]] = {
     "sums": {"keys": {"gradient_clipping": 0.0, "prescale_gradients": True}},
     "no clipping": {"keys": {"gradient_clipping": 0.0}},
     "LAMB": {"keys": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}},
-    "parameter groups": {"options": {"param_groups": [{"params": r"norm|bias", "weight_decay": 0.0, "lr": 1e-3}]}},
+    "parameter groups": {
+        "options": {"param_groups": [{"params": r"norm|bias", "weight_decay": 0.0, "lr": 1e-3}]}
+    },
     "a group of one stage": {"options": {"param_groups": [{"params": r"^6\.", "lr": 1e-3}]}},
-    "offload": {"keys": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}},
+    "offload": {
+        "keys": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    },
     "checkpointing": {"interval": 2, "made": layers_out_of_place},
     "one data rank": {"num_data": 1},
 }
@@ -290,7 +340,9 @@ def test_dropout_does_not_depend_on_stages_or_order() -> None:
 @pytest.mark.parametrize(("stages", "order", "stage"), [(2, "1f1b", 0), (1, "interleaved:2", 1)])
 def test_a_pipeline_trains_as_a_plain_loop(stages: int, order: str, stage: int) -> None:
     """To rounding: the loop knows nothing of fzero."""
-    case = Case(stages, order, num_data=2, keys={"scheduler": None, "stage": stage}, made=plain_layers)
+    case = Case(
+        stages, order, num_data=2, keys={"scheduler": None, "stage": stage}, made=plain_layers
+    )
     model = case.model().build(0, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     losses, norms = [], []
@@ -316,7 +368,7 @@ def plain_layers(p: float) -> list[Any]:
     ]
 
 
-# --- on real processes ----------------------------------------------------------------------------------------------------
+# --- on real processes ----------------------------------------------------------------------------
 
 
 REAL = [
@@ -329,9 +381,13 @@ REAL = [
 
 
 @pytest.mark.parametrize(
-    "case", REAL, ids=[f"{case.order} on {case.stages}" for case in REAL if isinstance(case, Case)] + ["stage 3"]
+    "case",
+    REAL,
+    ids=[f"{case.order} on {case.stages}" for case in REAL if isinstance(case, Case)] + ["stage 3"],
 )
-def test_processes_give_the_bits_of_the_simulation_and_equal_metrics(case: Case, ranks: RankPool) -> None:
+def test_processes_give_the_bits_of_the_simulation_and_equal_metrics(
+    case: Case, ranks: RankPool
+) -> None:
     reference = simulated(case._replace(stages=1, order="1f1b", interval=0))
     for found in ranks(case.mesh.size, on_processes, case):
         assert_same(found, reference)
@@ -369,21 +425,31 @@ def test_tied_weights_are_summed_over_their_stages_and_stay_equal_bit_for_bit(st
         for index, batch in enumerate(data(case.num_steps, case.num_micro, case.num_data)):
             state, metrics = ranks(state, batch)
             assert tuple(float(x) for x in metrics) == pytest.approx(whole[0][index], rel=1e-5)
-        copies = [x for own in state for key, x in own.params.items() if key.startswith("tied_modules.embed")]
-        assert len(copies) == 2 * min(stages, 3) and all(torch.equal(copies[0], other) for other in copies)
+        copies = [
+            x
+            for own in state
+            for key, x in own.params.items()
+            if key.startswith("tied_modules.embed")
+        ]
+        assert len(copies) == 2 * min(stages, 3) and all(
+            torch.equal(copies[0], other) for other in copies
+        )
         found = ranks.gather(state)
         assert found.keys() == whole[1].keys()
         for name, value in whole[1].items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
 
-# --- what is refused, and reported --------------------------------------------------------------------------------
+# --- what is refused, and reported ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"keys": {"stage": 2}}, r"stage: must be 0, 1 or 3 with a pipeline, got 2; .* 4 reductions in place of one"),
+        (
+            {"keys": {"stage": 2}},
+            r"stage: must be 0, 1 or 3 with a pipeline, got 2; .* 4 reductions in place of one",
+        ),
         (
             {"keys": {"zero_optimization": LIMITED}},
             r"at most stage3_max_live_parameters, 200, got \d+ on stage [01]; .* 12 transfers",
@@ -392,13 +458,22 @@ def test_tied_weights_are_summed_over_their_stages_and_stay_equal_bit_for_bit(st
             {"keys": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}},
             "zero_optimization.offload_param: must be left out with a pipeline",
         ),
-        ({"options": {"compile": "step"}}, "compile: must be None with a pipeline, .* in no one graph"),
-        ({"options": {"units": ["0"]}}, "units: must be None with a pipeline, .* each layer is a unit"),
+        (
+            {"options": {"compile": "step"}},
+            "compile: must be None with a pipeline, .* in no one graph",
+        ),
+        (
+            {"options": {"units": ["0"]}},
+            "units: must be None with a pipeline, .* each layer is a unit",
+        ),
         (
             {"options": {"param_groups": [{"params": "^9"}]}},
             "param_groups.0. *.params: must take a parameter of the model",
         ),
-        ({"order": lambda stages, micro: [[F(0)], [F(0, 1)]]}, "every micro-batch must run forward once"),
+        (
+            {"order": lambda stages, micro: [[F(0)], [F(0, 1)]]},
+            "every micro-batch must run forward once",
+        ),
         ({"order": 7}, "pipeline: must be an order"),
         ({"stages": 16}, "stages .* must be at most the number of layers"),
     ],
@@ -432,9 +507,15 @@ def broken() -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [("short", "ended after 2"), ("no pair", r"must be \(inputs, labels\), got Tensor"), ("broken", "disk gone")],
+    [
+        ("short", "ended after 2"),
+        ("no pair", r"must be \(inputs, labels\), got Tensor"),
+        ("broken", "disk gone"),
+    ],
 )
-def test_every_rank_is_reported_of_a_batch_that_one_lacks(kind: str, text: str, ranks: RankPool) -> None:
+def test_every_rank_is_reported_of_a_batch_that_one_lacks(
+    kind: str, text: str, ranks: RankPool
+) -> None:
     messages = ranks(4, wrong_batches, kind)
     assert all(text.replace("\\", "") in message for message in messages)
     assert all("pipeline stage 1 (rank 3) has no batch" in message for message in messages[:3])
@@ -450,7 +531,11 @@ def test_outputs_that_are_no_tensors_are_named() -> None:
     ranks = fzero.simulate(case.step(), by="lockstep")
     x = torch.ones(1, 8, 4)
     with pytest.raises(
-        ValueError, match=r"a layer must give tensors to the next stage, .* got a object in the output of chunk 0"
+        ValueError,
+        match=(
+            r"a layer must give tensors to the next stage, .* got a object in the output of "
+            r"chunk 0"
+        ),
     ):
         ranks(ranks.init(), (x, x))
 
@@ -471,14 +556,17 @@ def test_shapes_may_change_from_batch_to_batch() -> None:
         ranks = fzero.simulate(Case(stages, num_data=1, num_micro=3).step(), by="lockstep")
         state, losses = ranks.init(), []
         for lengths in ((5, 5, 5), (2, 300, 3), (1, 1, 40)):
-            batch = [tuple(torch.full((1, 2, length), 1 + length % 7) for _ in range(2)) for length in lengths]
+            batch = [
+                tuple(torch.full((1, 2, length), 1 + length % 7) for _ in range(2))
+                for length in lengths
+            ]
             state, metrics = ranks(state, iter(batch))
             losses.append(metrics.loss.item())
         curves.append(losses)
     assert curves[0] == curves[1] and all(map(math.isfinite, curves[0]))
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -504,7 +592,9 @@ def test_a_checkpoint_continues_on_any_number_of_stages(made: Any, tmp_path: Any
         if made is layers or stages == 2:
             assert_same(found, wanted)
         else:  # tied gradients are added in another order
-            assert [loss for loss, *_ in found[0]] == pytest.approx([loss for loss, *_ in wanted[0]], rel=1e-5)
+            assert [loss for loss, *_ in found[0]] == pytest.approx(
+                [loss for loss, *_ in wanted[0]], rel=1e-5
+            )
     if made is layers:  # and without a pipeline
         ranks = fzero.simulate(case._replace(stages=0).step(), by="lockstep")
         assert_same(trained(ranks, fzero.load(tmp_path, step=ranks).state, batches[2:])[1], wanted)
@@ -512,7 +602,9 @@ def test_a_checkpoint_continues_on_any_number_of_stages(made: Any, tmp_path: Any
         start = fzero.simulate(case._replace(stages=1).step(), by="lockstep")
         loaded = weights.gather(fzero.load_weights(tmp_path, step=weights))
         same = start.gather(fzero.load_weights(tmp_path, step=start))
-        assert loaded.keys() == same.keys() and all(torch.equal(loaded[name], same[name]) for name in same)
+        assert loaded.keys() == same.keys() and all(
+            torch.equal(loaded[name], same[name]) for name in same
+        )
 
 
 def saved_and_loaded(case: Case, folder: str) -> list[tuple[float, ...]]:

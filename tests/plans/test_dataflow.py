@@ -1,4 +1,6 @@
-"""The dataflow of flat buffers and the list of their state's leaves, against the specs, the steps and the traffic of plans."""
+"""The dataflow of flat buffers and the list of their state's leaves, against the specs,
+the steps and the traffic of plans.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,17 @@ def plan_of(mesh: Mesh, stage: int, is_hpz: bool = False, **zero: Any) -> Plan:
 
 
 @flows
-def test_a_buffer_s_lengths_are_those_of_its_specs(stage: int, mesh: Mesh, is_hpz: bool, numel: int) -> None:
-    cfg = fzero.Config.load(config(3, zero_hpz_partition_size=mesh.axis_size("data")) if is_hpz else config(3))
+def test_a_buffer_s_lengths_are_those_of_its_specs(
+    stage: int, mesh: Mesh, is_hpz: bool, numel: int
+) -> None:
+    cfg = fzero.Config.load(
+        config(3, zero_hpz_partition_size=mesh.axis_size("data")) if is_hpz else config(3)
+    )
     axes = shard_axes(mesh, cfg.zero_optimization) if stage == 3 else ("data",)
-    specs, partition = STAGES[stage].over(axes), Partition(numel, num_ranks(mesh, axes), multiple_of=8)
+    specs, partition = (
+        STAGES[stage].over(axes),
+        Partition(numel, num_ranks(mesh, axes), multiple_of=8),
+    )
     flow = BufferDataflow.of(specs, DTYPES, partition, mesh, axes)
 
     def held(spec: Any) -> int:
@@ -49,16 +58,26 @@ def test_a_buffer_s_lengths_are_those_of_its_specs(stage: int, mesh: Mesh, is_hp
 
     lengths = flow.param_numel, flow.grad_numel, flow.updated_numel
     assert lengths == (held(specs.params), held(specs.grads), held(specs.optimizer))
-    assert flow.updated_numel == {"full": partition.padded_numel, "shard": partition.shard_numel}[flow.updates]
-    assert flow.reduced_numel == {"full": partition.padded_numel, "shard": partition.shard_numel}[flow.reduces_to]
+    assert (
+        flow.updated_numel
+        == {"full": partition.padded_numel, "shard": partition.shard_numel}[flow.updates]
+    )
+    assert (
+        flow.reduced_numel
+        == {"full": partition.padded_numel, "shard": partition.shard_numel}[flow.reduces_to]
+    )
     assert (flow.collects == "full") == (flow.grad_numel == partition.padded_numel)
 
 
 @flows
-def test_what_is_scattered_is_gathered_and_joined_again(stage: int, mesh: Mesh, is_hpz: bool, numel: int) -> None:
+def test_what_is_scattered_is_gathered_and_joined_again(
+    stage: int, mesh: Mesh, is_hpz: bool, numel: int
+) -> None:
     for buffer in plan_of(mesh, stage, is_hpz).flat_buffers:
         flow = buffer.flow
-        assert {*flow.scatters_over, *flow.sums_over} >= {name for name in mesh.names if mesh.axis_size(name) > 1}
+        assert {*flow.scatters_over, *flow.sums_over} >= {
+            name for name in mesh.names if mesh.axis_size(name) > 1
+        }
         assert flow.updated_numel * num_ranks(mesh, flow.joins_over) == flow.param_numel
         assert flow.param_numel * num_ranks(mesh, flow.gathers_over) == buffer.padded_numel
         assert flow.reduced_numel * num_ranks(mesh, flow.scatters_over) == buffer.padded_numel
@@ -84,11 +103,17 @@ def test_no_reduction_waits_for_another_where_two_ranks_sum_the_state_s_own_grad
 
 
 Contents = dict[str, str]
-"""What a tensor holds: gradients of visits, each summed so far over "one" rank, over the "shard" axes or over "all"."""
+"""What a tensor holds: gradients of visits, each summed so far over "one" rank, over
+the "shard" axes or over "all".
+"""
 
 
-def visited(flow: BufferDataflow, home: GradHome, held: Contents, visit: str, *, is_last: bool) -> Contents:
-    """The content of a gradient's home after a visit that follows `home`, by what each rule means."""
+def visited(
+    flow: BufferDataflow, home: GradHome, held: Contents, visit: str, *, is_last: bool
+) -> Contents:
+    """The content of a gradient's home after a visit that follows `home`, by what each
+    rule means.
+    """
     assert not (home.adds_to_sum and home.fills == "scratch")
     flat = dict(held) if home.adds_to_sum else {}
     flat[visit] = "one"
@@ -116,10 +141,14 @@ def visited(flow: BufferDataflow, home: GradHome, held: Contents, visit: str, *,
 def test_every_gradient_of_a_step_is_in_its_home_once_and_summed_over_all_ranks(
     stage: int, mesh: Mesh, is_here: bool, is_cast: bool, visits: list[int], num_last: int
 ) -> None:
-    """Backwards of one to three visits of a unit; the last ones count as the last of the step."""
+    """Backwards of one to three visits of a unit; the last ones count as the last of
+    the step.
+    """
     axes = shard_axes(mesh, fzero.Config.load(config(stage)).zero_optimization)
     dtypes = DTYPES if is_cast else Dtypes(*["float32"] * 5)
-    flow = BufferDataflow.of(STAGES[stage].over(axes), dtypes, Partition(8, num_ranks(mesh, axes)), mesh, axes)
+    flow = BufferDataflow.of(
+        STAGES[stage].over(axes), dtypes, Partition(8, num_ranks(mesh, axes)), mesh, axes
+    )
     holds: Holds = "nothing"
     held: Contents = {}
     was_last = False
@@ -129,7 +158,10 @@ def test_every_gradient_of_a_step_is_in_its_home_once_and_summed_over_all_ranks(
         for visit in range(num_visits):
             home = flow.home(holds, is_last=is_last, is_here=is_here)
             assert is_here or (home.fills != "home" and not home.is_in_place)
-            held, holds = visited(flow, home, held, f"{index}.{visit}", is_last=is_last), home.leaves
+            held, holds = (
+                visited(flow, home, held, f"{index}.{visit}", is_last=is_last),
+                home.leaves,
+            )
         was_last = is_last
     every = {f"{index}.{visit}" for index, num in enumerate(visits) for visit in range(num)}
     assert held == dict.fromkeys(every, "all")
@@ -145,18 +177,26 @@ def test_one_rank_sends_nothing_and_does_not_round_to_the_dtype_of_communication
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adafactor", "Muon"])
 @pytest.mark.parametrize("stage", range(4))
-def test_the_leaves_of_all_buffers_are_those_of_the_state_under_their_names(stage: int, optimizer: str) -> None:
+def test_the_leaves_of_all_buffers_are_those_of_the_state_under_their_names(
+    stage: int, optimizer: str
+) -> None:
     cfg = config(stage) | {"optimizer": {"type": optimizer, "params": {"lr": 0.1}}}
     cfg |= {"bf16": {"enabled": True}} if optimizer == "AdamW" else {}
     model = make(Odd)
     next(model.parameters()).requires_grad_(False)
     step = fzero.make_train_step(model, cfg)
     accessors, specs, _ = optree.tree_flatten_with_accessor(step.specs)
-    named = {accessor.codify("state"): spec for accessor, spec in zip(accessors, specs, strict=True)}
+    named = {
+        accessor.codify("state"): spec for accessor, spec in zip(accessors, specs, strict=True)
+    }
     state = {name: spec for name, spec in named.items() if name.startswith(PARTS)}
     leaves = [leaf for buffer in step.plan.flat_buffers for leaf in step.plan.leaves(buffer)]
     assert {leaf.state_name: leaf.spec for leaf in leaves} == state
-    for names in ([x.state_name for x in leaves], [x.placed_as for x in leaves], [x.stream_name for x in leaves]):
+    for names in (
+        [x.state_name for x in leaves],
+        [x.placed_as for x in leaves],
+        [x.stream_name for x in leaves],
+    ):
         assert len(set(names)) == len(leaves)
     assert {leaf.placed_as for leaf in leaves if leaf.is_long} == {*step.plan.placements}
 

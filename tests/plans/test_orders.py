@@ -1,4 +1,6 @@
-"""The laws of an order of parameters within flat buffers: it decides who holds what, and no bit of training."""
+"""The laws of an order of parameters within flat buffers: it decides who holds what,
+and no bit of training.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,17 @@ ORDERS: dict[str, Any] = {
 }
 
 
-def _train(ranks_of: Any, order: str, stage: int, folder: str, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """Two steps, a checkpoint that a step of the declared order reads, and two more in the first order, after `reshard`."""
+def _train(
+    ranks_of: Any, order: str, stage: int, folder: str, **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Two steps, a checkpoint that a step of the declared order reads, and two more in
+    the first order, after `reshard`.
+    """
 
     def make_step(order: Any) -> Any:
-        return ranks_of(fzero.make_train_step(make(small), config(stage, clip=0.0), order=order, **options))
+        return ranks_of(
+            fzero.make_train_step(make(small), config(stage, clip=0.0), order=order, **options)
+        )
 
     step, reported = make_step(ORDERS[order]), []
     state = step.init()
@@ -67,7 +75,12 @@ def _train(ranks_of: Any, order: str, stage: int, folder: str, **options: Any) -
 def _on_ranks(folder: str) -> dict[tuple[str, int], Any]:
     return {
         (order, stage): _train(lambda step: step, order, stage, f"{folder}/{order}/{stage}")
-        for order, stage in [("as declared", 0), ("of names", 1), ("of the user", 2), ("of names", 3)]
+        for order, stage in [
+            ("as declared", 0),
+            ("of names", 1),
+            ("of the user", 2),
+            ("of names", 3),
+        ]
     }
 
 
@@ -77,7 +90,9 @@ def assert_same(found: Any, expected: Any) -> None:
     assert all(torch.equal(x, expected[1][name]) for name, x in found[1].items())
 
 
-def test_every_order_gives_the_bits_of_the_declared_one_in_all_stages(ranks: RankPool, tmp_path: Path) -> None:
+def test_every_order_gives_the_bits_of_the_declared_one_in_all_stages(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     for results in ranks(2, _on_ranks, str(tmp_path)):
         for result in results.values():
             assert_same(result, results["as declared", 0])
@@ -102,8 +117,13 @@ def test_one_graph_takes_an_order(tmp_path: Path) -> None:
 
 def test_an_order_is_that_of_the_names_in_every_flat_buffer() -> None:
     for name, order in ORDERS.items():
-        plans = {given: fzero.plan(small(), config(3), world_size=2, order=given) for given in (None, order)}
-        for declared, buffer in zip(plans[None].flat_buffers, plans[order].flat_buffers, strict=True):
+        plans = {
+            given: fzero.plan(small(), config(3), world_size=2, order=given)
+            for given in (None, order)
+        }
+        for declared, buffer in zip(
+            plans[None].flat_buffers, plans[order].flat_buffers, strict=True
+        ):
             assert declared.key == buffer.key
             names = declared.layout.names
             if isinstance(order, tuple):
@@ -117,13 +137,14 @@ def test_an_order_is_that_of_the_names_in_every_flat_buffer() -> None:
 def test_an_order_stands_in_place_of_the_configuration_s() -> None:
     cfg = config(2, round_robin_gradients=True)
     layouts = [
-        [b.layout for b in fzero.plan(small(), cfg, world_size=2, order=o).flat_buffers] for o in (None, round_robin)
+        [b.layout for b in fzero.plan(small(), cfg, world_size=2, order=o).flat_buffers]
+        for o in (None, round_robin)
     ]
     assert layouts[0] == layouts[1]
     plain = fzero.plan(small(), config(2), world_size=2)
-    assert [b.layout for b in fzero.plan(small(), cfg, world_size=2, order=declaration).flat_buffers] == [
-        b.layout for b in plain.flat_buffers
-    ]
+    assert [
+        b.layout for b in fzero.plan(small(), cfg, world_size=2, order=declaration).flat_buffers
+    ] == [b.layout for b in plain.flat_buffers]
 
 
 def test_what_check_order_lets_pass_a_step_takes() -> None:
@@ -134,18 +155,25 @@ def test_what_check_order_lets_pass_a_step_takes() -> None:
 @pytest.mark.parametrize(
     ("order", "words"),
     [
-        ("round robin", "order: must be a function of two numbers or a tuple of the names of all parameters"),
+        (
+            "round robin",
+            "order: must be a function of two numbers or a tuple of the names of all parameters",
+        ),
         (3, "order: must be a function of two numbers or a tuple of the names"),
         ({"w": 1}, "order: must be a function of two numbers or a tuple of the names"),
         ((1, 0), "order: must be a function of two numbers or a tuple of the names"),
         (NAMES[1:], f"order: must name every parameter once, and '{NAMES[0]}' is missing"),
         ((*NAMES, NAMES[0]), f"order: must name every parameter once, got '{NAMES[0]}' twice"),
         ((*NAMES, "nobody"), "order: 'nobody' is no parameter of the model"),
-        ((*NAMES, "head.weight"), "order: must have tied parameters under their first names, got 'head.weight'; pass 'embed"),
+        (
+            (*NAMES, "head.weight"),
+            "order: must have tied parameters under their first names, got 'head.weight'; pass "
+            "'embed",
+        ),
         (lambda length: round_robin(length + 1, 2), "order: must give a sharding.Order of"),
         (lambda length: tuple(range(length)), "order: must give a sharding.Order of"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_order_is_reported_when_the_step_is_made(order: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         fzero.make_train_step(make(small), config(2), order=order)
@@ -161,4 +189,7 @@ def _differ() -> str:
 
 
 def test_an_order_that_differs_between_ranks_is_reported_on_all(ranks: RankPool) -> None:
-    assert all(reported.startswith("flat buffers: must be the same on all ranks") for reported in ranks(2, _differ))
+    assert all(
+        reported.startswith("flat buffers: must be the same on all ranks")
+        for reported in ranks(2, _differ)
+    )

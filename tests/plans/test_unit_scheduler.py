@@ -1,4 +1,6 @@
-"""The laws of the unit scheduler: the checker accepts what it makes for any model, and nothing else."""
+"""The laws of the unit scheduler: the checker accepts what it makes for any model, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ PLACEMENTS = (DEVICE, Placement("host"), Placement("nvme", path="files"))
 Visits = Sequence[str]
 """The units that a forward visits, one after the other."""
 
-# --- models and plans --------------------------------------------------------------------------------------------
+# --- models and plans -----------------------------------------------------------------------------
 
 
 @st.composite
 def unit_rules(draw: st.DrawFn, world_size: int | None = None) -> UnitRules:
-    """Some of them gathered, with none to two flat gradients each; and the limits of a plan."""
+    """Some of them gathered, with none to two flat gradients each; and the limits of a
+    plan.
+    """
     sizes = draw(st.lists(st.sampled_from([0, 8, 16, 24, 100]), min_size=1, max_size=5))
     is_full, remembers = draw(st.booleans()), draw(st.booleans())
     units = {}
@@ -62,7 +66,7 @@ def steps(draw: st.DrawFn, world_size: int | None = None) -> tuple[UnitRules, Vi
     return rules, draw(models(rules))
 
 
-# --- a step without tensors --------------------------------------------------------------------------------------
+# --- a step without tensors -----------------------------------------------------------------------
 
 devices = st.sampled_from(["cuda", "cpu"])
 
@@ -74,7 +78,8 @@ class Rank:
     rules: UnitRules
     scheduler: UnitScheduler
     record: list[Event]
-    is_reentrant: bool = False  # whether the backward runs each visit again, with the first unit, and completes both
+    # whether the backward runs each visit again, with the first unit, and completes both
+    is_reentrant: bool = False
 
     def request(self, events: Sequence[Event]) -> Iterator[None]:
         """Records events, and waits while the scheduler has a wish."""
@@ -82,7 +87,9 @@ class Rank:
         while self.scheduler.wish is not None:
             yield
 
-    def forward(self, order: Sequence[Event] | None, visits: Visits, *, is_first: bool = True) -> Iterator[None]:
+    def forward(
+        self, order: Sequence[Event] | None, visits: Visits, *, is_first: bool = True
+    ) -> Iterator[None]:
         self.scheduler.begin(order)
         yield from self.request(self.scheduler.begin_forward(is_first=is_first))
         for unit in visits:
@@ -90,11 +97,15 @@ class Rank:
             self.record.append(Event("use", unit))
         yield from self.request(self.scheduler.boundary())
 
-    def backward(self, order: Sequence[Event] | None, visits: Visits, *, is_last: bool = True) -> Iterator[None]:
+    def backward(
+        self, order: Sequence[Event] | None, visits: Visits, *, is_last: bool = True
+    ) -> Iterator[None]:
         """Unpacks each visit's unit twice, around the first of its gradients."""
         scheduler = self.scheduler
         scheduler.begin(order)
-        scheduler.begin_backward(is_last=is_last, visits=Counter(() if self.is_reentrant else visits))
+        scheduler.begin_backward(
+            is_last=is_last, visits=Counter(() if self.is_reentrant else visits)
+        )
         shared = next(iter(self.rules.units))
         for unit in reversed(visits):
             if self.is_reentrant:
@@ -119,11 +130,18 @@ class Rank:
             self.record.append(Event("grad", unit))
             yield from self.request(scheduler.end_visit(unit))
 
-    def beside(self, order: Sequence[Event] | None, visits: Visits, outside: tuple[Visits, Visits]) -> Iterator[None]:
-        """A forward, or none, and a backward with gradients from outside of it, before and after those of the visits."""
+    def beside(
+        self, order: Sequence[Event] | None, visits: Visits, outside: tuple[Visits, Visits]
+    ) -> Iterator[None]:
+        """A forward, or none, and a backward with gradients from outside of it, before
+        and after those of the visits.
+        """
         if visits:
             yield from self.forward((BOUNDARY,), visits)
-        scheduler, trained = self.scheduler, [name for name, unit in self.rules.units.items() if unit.grads]
+        scheduler, trained = (
+            self.scheduler,
+            [name for name, unit in self.rules.units.items() if unit.grads],
+        )
         early, late = ([unit for unit in units if unit in trained] for units in outside)
         scheduler.begin(order)
         scheduler.begin_backward(is_last=True, visits=Counter(visits))
@@ -137,8 +155,12 @@ class Rank:
         self.record += scheduler.finish()
 
 
-def run_together(ranks: Sequence[Rank], programs: Sequence[Iterator[None]], orders: Orders, run: Run) -> None:
-    """Runs all ranks until the run ends; agrees on an event whenever all of them have a wish."""
+def run_together(
+    ranks: Sequence[Rank], programs: Sequence[Iterator[None]], orders: Orders, run: Run
+) -> None:
+    """Runs all ranks until the run ends; agrees on an event whenever all of them have a
+    wish.
+    """
     names = list(ranks[0].rules.units)
     going = dict(enumerate(programs))
     while going:
@@ -159,11 +181,18 @@ def run_together(ranks: Sequence[Rank], programs: Sequence[Iterator[None]], orde
             orders.give_up(run)
             continue
         wishes = [scheduler.wish or END for scheduler in schedulers]
-        rows = [[AGREED.index(w.kind), names.index(w.unit) if w.unit else -1] if w != END else [-1, -1] for w in wishes]
+        rows = [
+            [AGREED.index(w.kind), names.index(w.unit) if w.unit else -1] if w != END else [-1, -1]
+            for w in wishes
+        ]
         in_forward = schedulers[0].in_forward
         served = serve(rows, in_forward=in_forward)
         orders.differ |= in_forward and any(row != served for row in rows)
-        event = END if served is None else Event(AGREED[served[0]], names[served[1]] if served[1] >= 0 else "")
+        event = (
+            END
+            if served is None
+            else Event(AGREED[served[0]], names[served[1]] if served[1] >= 0 else "")
+        )
         for rank in ranks:
             rank.record += rank.scheduler.agreed(event)
 
@@ -179,14 +208,19 @@ def train(
 ) -> list[list[Event]]:
     """One step of all ranks; returns their records. Learns orders, or follows them."""
     alone = len(visits_by_rank) == 1
-    ranks = [Rank(rules, UnitScheduler(rules, device=device, is_alone=alone), [], is_reentrant) for _ in visits_by_rank]
+    ranks = [
+        Rank(rules, UnitScheduler(rules, device=device, is_alone=alone), [], is_reentrant)
+        for _ in visits_by_rank
+    ]
     for micro_step in range(num_micro_steps):
         for kind in ("forward", "backward"):
             run: Run = (kind, 0)
             known = orders.learned.get(run)
             is_last = micro_step == num_micro_steps - 1
             programs = [
-                rank.forward(known, visits) if kind == "forward" else rank.backward(known, visits, is_last=is_last)
+                rank.forward(known, visits)
+                if kind == "forward"
+                else rank.backward(known, visits, is_last=is_last)
                 for rank, visits in zip(ranks, visits_by_rank, strict=True)
             ]
             run_together(ranks, programs, orders, run)
@@ -198,14 +232,16 @@ def train(
 
 
 def whole(rules: UnitRules, visits: Visits) -> Orders:
-    """The orders that ranks learn when all of them run the same model, whatever it skips."""
+    """The orders that ranks learn when all of them run the same model, whatever it
+    skips.
+    """
     orders = Orders()
     for _ in range(16):
         train(rules, [visits] * rules.world_size, orders)
     return orders
 
 
-# --- laws --------------------------------------------------------------------------------------------------------
+# --- laws -----------------------------------------------------------------------------------------
 
 
 @given(steps(), devices, st.integers(1, 3))
@@ -214,7 +250,13 @@ def test_the_checker_accepts_every_schedule_of_ranks_that_run_the_same_model(
 ) -> None:
     rules, visits = step
     for orders in (Orders(), whole(rules, visits)):
-        records = train(rules, [visits] * rules.world_size, orders, num_micro_steps=num_micro_steps, device=device)
+        records = train(
+            rules,
+            [visits] * rules.world_size,
+            orders,
+            num_micro_steps=num_micro_steps,
+            device=device,
+        )
         peak = check_schedules(records, rules)
         used = [rules.units[unit].gathered_numel for unit in visits]
         assert max(used) <= peak <= rules.most_gathered()
@@ -233,11 +275,15 @@ def test_ranks_whose_backward_completes_each_visit_for_itself_learn_its_order(
             num_micro_steps=num_micro_steps, device=device, is_reentrant=True,
         )  # fmt: skip
         check_schedules(records, rules)
-    assert not orders.varying and not any(event.kind in ("negotiate", "depart") for event in records[0])
+    assert not orders.varying and not any(
+        event.kind in ("negotiate", "depart") for event in records[0]
+    )
 
 
 @given(st.data(), devices)
-def test_the_checker_accepts_what_ranks_negotiate_that_skip_visits(data: st.DataObject, device: str) -> None:
+def test_the_checker_accepts_what_ranks_negotiate_that_skip_visits(
+    data: st.DataObject, device: str
+) -> None:
     rules, visits = data.draw(steps())
     skipping = [data.draw(subsequences(visits)) for _ in range(rules.world_size)]
     records = train(rules, skipping, Orders(), device=device)
@@ -272,7 +318,9 @@ def test_the_checker_accepts_what_ranks_do_that_all_depart_from_a_learned_order(
         assert check_schedules(records, rules) <= rules.most_gathered(alike=False)
         found = Counter(event for event in records[0] if event.kind in ("boundary", "reduce"))
         trained = [name for name, unit in rules.units.items() if unit.grads]
-        assert found == Counter([BOUNDARY, *(Event("reduce", name) for name in trained)]), "each comes once"
+        assert found == Counter([BOUNDARY, *(Event("reduce", name) for name in trained)]), (
+            "each comes once"
+        )
 
 
 @given(st.data(), devices)
@@ -280,34 +328,53 @@ def test_the_checker_accepts_gradients_from_outside_of_the_forwards_that_differ_
     data: st.DataObject, device: str
 ) -> None:
     drawn = data.draw(unit_rules())
-    rules = replace(drawn, units={name: replace(unit, gathered_numel=0) for name, unit in drawn.units.items()})
+    rules = replace(
+        drawn, units={name: replace(unit, gathered_numel=0) for name, unit in drawn.units.items()}
+    )
     some, order = st.lists(st.sampled_from(sorted(rules.units)), max_size=4, unique=True), None
     for _ in range(3):
         ranks = [
             Rank(rules, UnitScheduler(rules, device=device, is_alone=rules.world_size == 1), [])
             for _ in range(rules.world_size)
         ]
-        programs = [rank.beside(order, data.draw(some), (data.draw(some), data.draw(some))) for rank in ranks]
+        programs = [
+            rank.beside(order, data.draw(some), (data.draw(some), data.draw(some)))
+            for rank in ranks
+        ]
         run_together(ranks, programs, Orders(), ("backward",))
-        check_schedules([[event for event in rank.record if event != BOUNDARY] for rank in ranks], rules)
+        check_schedules(
+            [[event for event in rank.record if event != BOUNDARY] for rank in ranks], rules
+        )
         for rank in ranks:
             found = Counter(event.unit for event in rank.record if event.kind == "reduce")
             assert found.keys() == {name for name, unit in rules.units.items() if unit.grads}
-            followed = Counter(event.unit for event in order if event.kind == "reduce") if order else found
+            followed = (
+                Counter(event.unit for event in order if event.kind == "reduce") if order else found
+            )
             assert found == followed, "a learned order holds, whichever units the ranks use"
         order = order or ranks[0].scheduler.recorded(("backward",), differ=False)[0]
 
 
 BETWEEN = UnitRules(
-    {name: UnitRule(size, 0, (), False) for name, size in {"a": 8, "kept": 0, "b": 8, "c": 8}.items()},
-    world_size=2, num_shards=2, prefetches=True, max_live=16, max_reducing=8, max_staged=None,
-)  # fmt: skip
+    {
+        name: UnitRule(size, 0, (), False)
+        for name, size in {"a": 8, "kept": 0, "b": 8, "c": 8}.items()
+    },
+    world_size=2,
+    num_shards=2,
+    prefetches=True,
+    max_live=16,
+    max_reducing=8,
+    max_staged=None,
+)
 """A unit that is not gathered is used between two that are."""
 
 
 @given(steps())
 @example((BETWEEN, ["a", "kept", "b", "c"]))
-def test_a_learned_order_gathers_each_unit_once_for_each_separate_visit(step: tuple[UnitRules, Visits]) -> None:
+def test_a_learned_order_gathers_each_unit_once_for_each_separate_visit(
+    step: tuple[UnitRules, Visits],
+) -> None:
     rules, visits = step
     (record, *_) = train(rules, [visits] * rules.world_size, whole(rules, visits))
     turn = record.index(BOUNDARY)
@@ -328,10 +395,12 @@ def test_a_gather_starts_while_the_gathered_unit_before_it_is_in_use_exactly_whe
         if event.kind == "gather":
             assert not before or (live == before) is rules.may_start_early(before, event.unit)
             before = event.unit
-        live = event.unit if event.kind == "wait_gather" else "" if event.kind == "release" else live
+        live = (
+            event.unit if event.kind == "wait_gather" else "" if event.kind == "release" else live
+        )
 
 
-# --- mutations ---------------------------------------------------------------------------------------------------
+# --- mutations ------------------------------------------------------------------------------------
 
 OWN = sorted({*CHECKS} - {"use", "grad", "boundary"})
 
@@ -340,13 +409,19 @@ OWN = sorted({*CHECKS} - {"use", "grad", "boundary"})
 def test_a_schedule_that_lacks_any_event_is_rejected(
     step: tuple[UnitRules, Visits], device: str, num_micro_steps: int, data: st.DataObject
 ) -> None:
-    """A missing release, gather, wait, reduction, flat gradient: on one rank, or on all of them."""
+    """A missing release, gather, wait, reduction, flat gradient: on one rank, or on all
+    of them.
+    """
     rules, visits = step
-    records = train(rules, [visits] * rules.world_size, Orders(), num_micro_steps=num_micro_steps, device=device)
+    records = train(
+        rules, [visits] * rules.world_size, Orders(), num_micro_steps=num_micro_steps, device=device
+    )
     places = [index for index, event in enumerate(records[0]) if event.kind in OWN]
     assume(places)
     place = data.draw(st.sampled_from(places))
-    first, last = data.draw(st.sampled_from([(0, 1), (rules.world_size - 1, rules.world_size), (0, rules.world_size)]))
+    first, last = data.draw(
+        st.sampled_from([(0, 1), (rules.world_size - 1, rules.world_size), (0, rules.world_size)])
+    )
     for record in records[first:last]:
         del record[place]
     with pytest.raises(ScheduleError, match="check_schedules"):
@@ -374,13 +449,16 @@ def test_a_unit_that_is_gathered_again_before_its_release_is_rejected(
 ) -> None:
     rules, visits = step
     records = train(rules, [visits] * rules.world_size, Orders(), device=device)
-    place = next((index for index, event in enumerate(records[0]) if event.kind == "wait_gather"), None)
+    place = next(
+        (index for index, event in enumerate(records[0]) if event.kind == "wait_gather"), None
+    )
     assume(place is not None)
     for record in records:
         unit = record[place].unit
         record[place + 1 : place + 1] = [Event("gather", unit), Event("wait_gather", unit)]
     with pytest.raises(ScheduleError, match="check_schedules"):
-        check_schedules(records, replace(rules, prefetches=True, max_live=10**9))  # there is room for both
+        # there is room for both
+        check_schedules(records, replace(rules, prefetches=True, max_live=10**9))
 
 
 @given(steps(world_size=2), st.data())
@@ -394,7 +472,9 @@ def test_collectives_that_are_swapped_on_one_rank_are_rejected(
     assume(pairs)
     one, other = data.draw(st.sampled_from(pairs))
     records[1][one], records[1][other] = records[1][other], records[1][one]
-    with pytest.raises(ScheduleError, match="all ranks must issue the same collectives in the same order"):
+    with pytest.raises(
+        ScheduleError, match="all ranks must issue the same collectives in the same order"
+    ):
         check_schedules(records, rules)
 
 
@@ -404,7 +484,11 @@ def test_a_reduction_before_the_last_gradient_of_its_unit_is_rejected(
 ) -> None:
     rules, visits = step
     records = train(rules, [visits] * rules.world_size, Orders())
-    reductions = [event for event in records[0] if event.kind == "reduce" and Event("grad", event.unit) in records[0]]
+    reductions = [
+        event
+        for event in records[0]
+        if event.kind == "reduce" and Event("grad", event.unit) in records[0]
+    ]
     assume(reductions)
     event = data.draw(st.sampled_from(reductions))
     for record in records:
@@ -422,7 +506,9 @@ def test_gathers_beyond_the_bound_are_rejected(sizes: list[int]) -> None:
     records = train(rules, [list(units)] * 2, whole(rules, list(units)))
     peak = check_schedules(records, rules)
     assert peak == max(one + other for one, other in pairwise(sizes)) <= rules.most_gathered()
-    assert rules.most_gathered(alike=False) == 2 * max(sizes), "a rank takes part in one gather while it uses a unit"
+    assert rules.most_gathered(alike=False) == 2 * max(sizes), (
+        "a rank takes part in one gather while it uses a unit"
+    )
     for less in (replace(rules, max_live=peak - 1), replace(rules, prefetches=False)):
         with pytest.raises(ScheduleError, match="elements are gathered"):
             check_schedules(records, less)
@@ -446,10 +532,17 @@ def test_reductions_beyond_the_bound_are_rejected(step: tuple[UnitRules, Visits]
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_gradients_after_the_reduction_of_their_unit_are_reduced_once_more(num_ranks: int) -> None:
-    """The order was learned of a loss without the reentrant checkpoint that this backward runs at its end."""
-    rules, run = replace(rules_of(a=8, b=8), world_size=num_ranks, num_shards=num_ranks), ("backward",)
+    """The order was learned of a loss without the reentrant checkpoint that this
+    backward runs at its end.
+    """
+    rules, run = (
+        replace(rules_of(a=8, b=8), world_size=num_ranks, num_shards=num_ranks),
+        ("backward",),
+    )
     orders = Orders(learned={run: (Event("reduce", "b"), Event("reduce", "a"))})
-    ranks = [Rank(rules, UnitScheduler(rules, is_alone=num_ranks == 1), []) for _ in range(num_ranks)]
+    ranks = [
+        Rank(rules, UnitScheduler(rules, is_alone=num_ranks == 1), []) for _ in range(num_ranks)
+    ]
 
     def backward(rank: Rank) -> Iterator[None]:
         rank.scheduler.begin(orders.learned[run])
@@ -468,20 +561,31 @@ def test_gradients_after_the_reduction_of_their_unit_are_reduced_once_more(num_r
 
 def rules_of(**numels: int) -> UnitRules:
     """Two ranks, and units of one flat buffer each, whose comm hooks keep a state."""
-    units = {n: UnitRule(size, 0, (FlatGrad(f"{n}/f", size, False, DEVICE),), True) for n, size in numels.items()}
+    units = {
+        n: UnitRule(size, 0, (FlatGrad(f"{n}/f", size, False, DEVICE),), True)
+        for n, size in numels.items()
+    }
     return UnitRules(units, 2, 2, True, max_live=1000, max_reducing=1000, max_staged=None)
 
 
 def test_gradients_that_come_after_an_agreed_reduction_are_reduced_once_that_has_ended() -> None:
-    """The last declared unit is served first: rank 0 needs its reduction while rank 1 visits it once more."""
+    """The last declared unit is served first: rank 0 needs its reduction while rank 1
+    visits it once more.
+    """
     rules = rules_of(first=8, last=8)
     records = train(rules, [["last"], ["last", "first", "last"]], Orders())
     check_schedules(records, rules)
-    ends = [str(event) for event in records[1] if event.kind in ("reduce", "end_reduce") and event.unit == "last"]
+    ends = [
+        str(event)
+        for event in records[1]
+        if event.kind in ("reduce", "end_reduce") and event.unit == "last"
+    ]
     assert ends == ["reduce last", "end_reduce last"] * 2
 
 
-def test_a_rank_that_stops_before_a_reduction_goes_on_with_the_gather_that_others_have_issued() -> None:
+def test_a_rank_that_stops_before_a_reduction_goes_on_with_the_gather_that_others_have_issued() -> (
+    None
+):
     rules = rules_of(x=8, y=8)
     scheduler = UnitScheduler(rules)
     scheduler.begin([Event("gather", "x"), BOUNDARY])
@@ -491,12 +595,17 @@ def test_a_rank_that_stops_before_a_reduction_goes_on_with_the_gather_that_other
     scheduler.begin_backward(is_last=True, visits={"x": 1})
     assert [str(event) for event in scheduler.need("y")] == ["release x", "depart"]
     events = [str(event) for event in scheduler.depart(2)]
-    assert events == ["collect x/f", "reduce x", "gather y", "wait_gather y"] and scheduler.wish is None
+    assert (
+        events == ["collect x/f", "reduce x", "gather y", "wait_gather y"]
+        and scheduler.wish is None
+    )
 
 
 def test_a_unit_that_is_in_use_costs_no_event() -> None:
     """Every saved view that is unpacked asks for its unit."""
-    rules = UnitRules({"a": UnitRule(8, 0, (), False), "b": UnitRule(8, 0, (), False)}, 2, 2, True, 16, 8, None)
+    rules = UnitRules(
+        {"a": UnitRule(8, 0, (), False), "b": UnitRule(8, 0, (), False)}, 2, 2, True, 16, 8, None
+    )
     scheduler = UnitScheduler(rules)
     scheduler.begin([Event("gather", "a"), Event("gather", "b"), BOUNDARY])
     kinds = [event.kind for event in scheduler.enter("a")]

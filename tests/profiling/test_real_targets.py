@@ -1,4 +1,5 @@
-"""`fzero.log` with the real packages of its targets, where they are installed: the test reads back what they stored.
+"""`fzero.log` with the real packages of its targets, where they are installed: the test
+reads back what they stored.
 
 pip install tensorboard wandb trackio mlflow
 """
@@ -49,18 +50,28 @@ for run in range(2):  # the run of a block ends with it
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["tensorboard", "wandb", "trackio", "mlflow"])
-def test_a_package_stores_every_loss(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_stores_every_loss(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if importlib.util.find_spec(target) is None:
         pytest.skip(f"{target} is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, target], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", SCRIPT, target],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     for run in range(2):
-        lines = [json.loads(line) for line in (tmp_path / f"log{run}" / "rank0.jsonl").read_text().splitlines()]
-        most = sys.float_info.max if target == "mlflow" else float("inf")  # MLflow stores infinity so
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / f"log{run}" / "rank0.jsonl").read_text().splitlines()
+        ]
+        # MLflow stores infinity so
+        most = sys.float_info.max if target == "mlflow" else float("inf")
         expected = [(line["step"], min(float(line["loss"]), most)) for line in lines]
         assert [step for step, _ in expected] == [1, 2, 3]
         assert stored(target, tmp_path, run) == pytest.approx(dict(expected), rel=1e-6)
@@ -81,17 +92,28 @@ def stored(target: str, folder: Path, run: int) -> dict[int, float]:
 
         client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
         experiment = client.get_experiment_by_name("tried")
-        found = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"])[run]
+        found = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"])[
+            run
+        ]
         assert found.info.status == "FINISHED"
-        return {metric.step: metric.value for metric in client.get_metric_history(found.info.run_id, "loss")}
+        return {
+            metric.step: metric.value
+            for metric in client.get_metric_history(found.info.run_id, "loss")
+        }
     with sqlite3.connect(folder / "trackio" / "tried.db") as database:
-        rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+        rows = database.execute(
+            "select run_name, step, metrics from metrics order by id"
+        ).fetchall()
     names = list(dict.fromkeys(name for name, _, _ in rows))
-    return {step: float(json.loads(values)["loss"]) for name, step, values in rows if name == names[run]}
+    return {
+        step: float(json.loads(values)["loss"]) for name, step, values in rows if name == names[run]
+    }
 
 
 def wandb_losses(path: Path) -> dict[int, float]:
-    """The losses in the file of an offline run: protobuf records in LevelDB's log format, with seven bytes before them."""
+    """The losses in the file of an offline run: protobuf records in LevelDB's log
+    format, with seven bytes before them.
+    """
     from wandb.proto import wandb_internal_pb2
 
     data, at, record, losses = path.read_bytes(), 7, b"", dict[int, float]()
@@ -106,7 +128,10 @@ def wandb_losses(path: Path) -> dict[int, float]:
         if part in (1, 4):  # a whole record, or the last part of one
             history = wandb_internal_pb2.Record.FromString(record).history.item
             record = b""
-            values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history}
+            values = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in history
+            }
             if "loss" in values:
                 losses[values["_step"]] = float(values["loss"])
     return losses

@@ -1,4 +1,6 @@
-"""`fzero.log`: the numbers that it writes are those of the steps, on every rank, and a missing package stops it at the start."""
+"""`fzero.log`: the numbers that it writes are those of the steps, on every rank, and a
+missing package stops it at the start.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Words(nn.Module):
         self.table, self.out = nn.Embedding(10, WIDTH), nn.Linear(WIDTH, 10)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.out(self.table(tokens)).flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(
+            self.out(self.table(tokens)).flatten(0, 1), labels.flatten()
+        )
 
 
 def batches(count: int, pause: float = 0.0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -61,14 +65,19 @@ def trained(folder: str, **how: Any) -> list[fzero.Metrics]:
 
 def test_a_line_holds_the_numbers_of_its_step(tmp_path: Path) -> None:
     metrics, found = trained(str(tmp_path)), lines(tmp_path / "rank0.jsonl")
-    assert [line["step"] for line in found] == [1, 2, 3, 4] and [line["extra"] for line in found] == [0, 1, 2, 3]
+    assert [line["step"] for line in found] == [1, 2, 3, 4] and [
+        line["extra"] for line in found
+    ] == [0, 1, 2, 3]
     for line, of_step in zip(found, metrics, strict=True):
         assert line["loss"] == of_step.loss.item() and line["grad_norm"] == of_step.grad_norm.item()
-        assert line["lr"] == pytest.approx(0.1) and line["loss_scale"] == 1 and line["overflow"] == 0
+        assert (
+            line["lr"] == pytest.approx(0.1) and line["loss_scale"] == 1 and line["overflow"] == 0
+        )
         assert line["tokens"] == ROWS * LENGTH
         assert line["tokens_per_second"] == pytest.approx(ROWS * LENGTH / line["seconds"])
         assert 0.02 <= line["data_seconds"] < line["seconds"] and line["memory_bytes"] > 1e6
-        # The linear layer: forward, gradient of its input, gradient of its weight; an embedding has no product.
+        # The linear layer: forward, gradient of its input, gradient of its weight; an embedding has
+        # no product.
         flops = 3 * 2 * ROWS * LENGTH * WIDTH * 10
         assert line["tflops_per_second"] == pytest.approx(flops / line["seconds"] / 1e12)
         assert line["mfu"] == pytest.approx(flops / line["seconds"] / 1e12)  # of the peak of 1e12
@@ -90,7 +99,9 @@ def test_every_rank_writes_its_lines_and_rank_0_the_rest(ranks: RankPool, tmp_pa
     for rank in range(2):
         found = lines(tmp_path / f"rank{rank}.jsonl")
         assert [line["loss"] for line in found] == losses[rank]
-        assert found[0]["tokens_per_second"] == pytest.approx(2 * ROWS * LENGTH / found[0]["seconds"])
+        assert found[0]["tokens_per_second"] == pytest.approx(
+            2 * ROWS * LENGTH / found[0]["seconds"]
+        )
     assert len((tmp_path / "loss.csv").read_text().splitlines()) == 1 + 4
 
 
@@ -108,7 +119,9 @@ class Module:
         return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
 
 
-@pytest.mark.parametrize(("target", "function"), [("wandb", "log"), ("trackio", "log"), ("mlflow", "log_metrics")])
+@pytest.mark.parametrize(
+    ("target", "function"), [("wandb", "log"), ("trackio", "log"), ("mlflow", "log_metrics")]
+)
 def test_a_target_gets_every_number(
     target: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +134,9 @@ def test_a_target_gets_every_number(
         if name == function:
             written.setdefault(kwargs["step"], {}).update(args[0])
     assert [written[n]["loss"] for n in (1, 2, 3, 4)] == [one.loss.item() for one in metrics]
-    assert [{"step": step} | values for step, values in written.items()] == lines(tmp_path / "rank0.jsonl")
+    assert [{"step": step} | values for step, values in written.items()] == lines(
+        tmp_path / "rank0.jsonl"
+    )
     assert module.calls[-1][0] in ("finish", "end_run")  # with the block
 
 
@@ -153,7 +168,9 @@ def test_a_missing_package_is_named_before_anything_is_written(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, run_log.PACKAGES[target] or target, None)  # an import fails
-    with pytest.raises(MissingPackageError, match=rf"log: to='{target}'.*pip install 'fzero\[{target}\]', or use"):
+    with pytest.raises(
+        MissingPackageError, match=rf"log: to='{target}'.*pip install 'fzero\[{target}\]', or use"
+    ):
         fzero.log(made(), ["jsonl", target], folder=tmp_path / "log")
     assert not (tmp_path / "log").exists()
 
@@ -195,7 +212,10 @@ def test_a_model_that_cannot_be_counted_is_logged_without_operations(tmp_path: P
 
     step = fzero.make_train_step(Branches(), CONFIG)
     state = step.init()
-    with fzero.log(step, folder=tmp_path) as log, pytest.warns(UserWarning, match="cannot be counted.*pass flops="):
+    with (
+        fzero.log(step, folder=tmp_path) as log,
+        pytest.warns(UserWarning, match="cannot be counted.*pass flops="),
+    ):
         for batch in log.batches(batches(1)):
             log(step(state, batch)[1])
     (line,) = lines(tmp_path / "rank0.jsonl")
@@ -205,7 +225,12 @@ def test_a_model_that_cannot_be_counted_is_logged_without_operations(tmp_path: P
 def test_rank_0_shows_its_last_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(str(tmp_path))
     shown = capsys.readouterr().err
-    assert shown.startswith("step 1: loss ") and "tokens/s" in shown and "MFU" in shown and "data " in shown
+    assert (
+        shown.startswith("step 1: loss ")
+        and "tokens/s" in shown
+        and "MFU" in shown
+        and "data " in shown
+    )
     trained(str(tmp_path), live=False)
     assert not capsys.readouterr().err
 
@@ -230,7 +255,12 @@ def test_one_log_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     step = made()
     with fzero.log(step, folder=tmp_path, live=False):
         other = fzero.log(step, folder=tmp_path)
-        with pytest.raises(ValueError, match=r"another one writes .*rank0.jsonl; pass another folder"), other:
+        with (
+            pytest.raises(
+                ValueError, match=r"another one writes .*rank0.jsonl; pass another folder"
+            ),
+            other,
+        ):
             pass
     with other:  # the first one has ended
         pass
@@ -268,7 +298,9 @@ def test_a_log_is_called_inside_its_block(tmp_path: Path) -> None:
         ({"pair": torch.ones(2)}, "pair must be a number, got a Tensor"),
     ],
 )
-def test_a_wrong_number_of_the_loop_is_named(more: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_wrong_number_of_the_loop_is_named(
+    more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     one = torch.tensor(1.0)
     with fzero.log(made(), folder=tmp_path) as log, pytest.raises(ValueError, match=message):
         log(fzero.Metrics(one, one, one, one, one), **more)
@@ -276,5 +308,8 @@ def test_a_wrong_number_of_the_loop_is_named(more: dict[str, Any], message: str,
 
 
 def test_what_is_no_metrics_is_refused(tmp_path: Path) -> None:
-    with fzero.log(made(), folder=tmp_path) as log, pytest.raises(ValueError, match="must be what a step returned"):
+    with (
+        fzero.log(made(), folder=tmp_path) as log,
+        pytest.raises(ValueError, match="must be what a step returned"),
+    ):
         log(torch.ones(()))  # type: ignore[arg-type]

@@ -10,7 +10,13 @@ from torch import nn
 
 import fzero
 from fzero.comms import AbstractAxis
-from fzero.resharding.parameters import full_params, optimizer_state_of, weight_of, with_optimizer_state, with_weight
+from fzero.resharding.parameters import (
+    full_params,
+    optimizer_state_of,
+    weight_of,
+    with_optimizer_state,
+    with_weight,
+)
 from fzero.simulation import unstacked
 from sharding import Mesh
 
@@ -26,14 +32,24 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.parametrize("axis", [AbstractAxis("data", 4), AbstractAxis.of(Mesh.of(node=2, data=2))], ids=["1D", "2D"])
-def test_what_is_written_to_a_parameter_is_read_on_every_rank_bit_for_bit(division: str, axis: AbstractAxis) -> None:
+@pytest.mark.parametrize(
+    "axis", [AbstractAxis("data", 4), AbstractAxis.of(Mesh.of(node=2, data=2))], ids=["1D", "2D"]
+)
+def test_what_is_written_to_a_parameter_is_read_on_every_rank_bit_for_bit(
+    division: str, axis: AbstractAxis
+) -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
-    cfg = {"bf16": {"enabled": True}, "optimizer": optimizer, "zero_optimization": DIVISIONS[division]}
+    cfg = {
+        "bf16": {"enabled": True},
+        "optimizer": optimizer,
+        "zero_optimization": DIVISIONS[division],
+    }
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     ranks = fzero.simulate(fzero.make_train_step(model, cfg, mesh=axis), by="lockstep")
     states = unstacked(ranks.init(), axis.size)
-    values = {name: torch.arange(x.numel()).view(x.shape) / 3 for name, x in model.named_parameters()}
+    values = {
+        name: torch.arange(x.numel()).view(x.shape) / 3 for name, x in model.named_parameters()
+    }
 
     def written_and_read(rank: int) -> None:
         step, state = ranks.steps[rank], states[rank]

@@ -1,4 +1,6 @@
-"""The laws of accumulation: micro-batches in one step give what one big batch gives, in every stage."""
+"""The laws of accumulation: micro-batches in one step give what one big batch gives, in
+every stage.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,19 @@ def _train(
     state, curve = step.init(), []
     for index in range(NUM_STEPS):
         batch = part(data(index), step.rank, step.world_size)
-        given = (part(batch, k, num_micro_steps) for k in range(num_micro_steps)) if by_iterator else batch
+        given = (
+            (part(batch, k, num_micro_steps) for k in range(num_micro_steps))
+            if by_iterator
+            else batch
+        )
         state, metrics = step(state, given)
         curve.append((metrics.loss.item(), metrics.grad_norm.item()))
     return curve, step.gather(state)
 
 
 def assert_close(ours: Any, theirs: Any) -> None:
-    # fp32: the sums over rows are made in another order; Adam then divides small gradients by their own size.
+    # fp32: the sums over rows are made in another order; Adam then divides small gradients by their
+    # own size.
     assert ours[0] == [pytest.approx(pair, rel=1e-5) for pair in theirs[0]]
     for name, weight in theirs[1].items():
         torch.testing.assert_close(ours[1][name], weight, rtol=1e-4, atol=1e-5)
@@ -60,7 +67,8 @@ def test_micro_batches_give_one_big_batch_to_rounding_and_stages_that_add_alike_
     for stage in range(4):
         for result in ranks(world_size, _train, stage, 2, model, data):
             assert_close(result, expected)
-            if stage in (0, 2):  # stages 0 and 1 add up micro-steps, then ranks; stages 2 and 3 the other way round
+            # stages 0 and 1 add up micro-steps, then ranks; stages 2 and 3 the other way round
+            if stage in (0, 2):
                 first = result
             assert result[0] == first[0], "losses and norms differ between stages"
             assert all(torch.equal(result[1][name], first[1][name]) for name in first[1])
@@ -70,7 +78,11 @@ def test_micro_batches_give_one_big_batch_to_rounding_and_stages_that_add_alike_
 def test_a_gradient_of_16_bits_is_added_with_one_rounding_however_large_it_is(stage: int) -> None:
     torch.manual_seed(0)
     model, rows = nn.Linear(301, 300, bias=False), torch.randn(8, 301).bfloat16()
-    cfg = config(stage) | {"train_batch_size": 8, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
+    cfg = config(stage) | {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+    }
     step = fzero.make_train_step(model, cfg, loss_fn=lambda model, x: model(x).square().mean())
     weight = model.weight.detach().bfloat16().requires_grad_()
     expected = torch.zeros(weight.numel())
@@ -83,7 +95,9 @@ def test_a_gradient_of_16_bits_is_added_with_one_rounding_however_large_it_is(st
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_an_iterator_of_micro_batches_and_a_negotiated_schedule_give_the_same_bits(ranks: RankPool, stage: int) -> None:
+def test_an_iterator_of_micro_batches_and_a_negotiated_schedule_give_the_same_bits(
+    ranks: RankPool, stage: int
+) -> None:
     expected = ranks(2, _train, stage, 3)
     for options in ({"by_iterator": True}, {"schedule": "negotiated"}):
         for ours, theirs in zip(ranks(2, _train, stage, 3, **options), expected, strict=True):
@@ -91,11 +105,13 @@ def test_an_iterator_of_micro_batches_and_a_negotiated_schedule_give_the_same_bi
             assert all(torch.equal(ours[1][name], theirs[1][name]) for name in theirs[1])
 
 
-# --- losses with a weight ----------------------------------------------------------------------------------------
+# --- losses with a weight -------------------------------------------------------------------------
 
 
 def weighted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """The sum over the rows whose first number is positive, and how many these are: uneven between micro-batches."""
+    """The sum over the rows whose first number is positive, and how many these are:
+    uneven between micro-batches.
+    """
     x, y = batch
     hidden = x
     for block in model.blocks:
@@ -120,7 +136,11 @@ def test_a_sum_with_a_weight_is_the_mean_over_all_weights(
 
 
 def _norms(op: str, stage: int, num_micro_steps: int) -> list[float]:
-    cfg = config(stage) | STEPS | {"gradient_accumulation_steps": num_micro_steps, "gradient_allreduce_op": op}
+    cfg = (
+        config(stage)
+        | STEPS
+        | {"gradient_accumulation_steps": num_micro_steps, "gradient_allreduce_op": op}
+    )
     step = fzero.make_train_step(make(Plain), cfg)
     _, metrics = step(step.init(), part(vectors(0), step.rank, step.world_size))
     return [metrics.loss.item(), metrics.grad_norm.item()]
@@ -131,25 +151,33 @@ def _norms(op: str, stage: int, num_micro_steps: int) -> list[float]:
 def test_gradients_may_be_added_up_over_the_ranks_and_are_averaged_over_micro_steps(
     ranks: RankPool, stage: int, num_micro_steps: int
 ) -> None:
-    for mean, total in zip(*(ranks(2, _norms, op, stage, num_micro_steps) for op in ("mean", "sum")), strict=True):
+    for mean, total in zip(
+        *(ranks(2, _norms, op, stage, num_micro_steps) for op in ("mean", "sum")), strict=True
+    ):
         assert total == [mean[0], 2 * mean[1]]  # exact: two is a power of two
 
 
 def _measured(stage: int, num_micro_steps: int) -> list[tuple[float, int]]:
-    """The norm, and how many shards the update measured for it: of gradients as they are, doubled before the update, and doubled
-    so that PyTorch does not see it."""
+    """The norm, and how many shards the update measured for it: of gradients as they
+    are, doubled before the update, and doubled so that PyTorch does not see it."""
     model, found = make(Plain), []
-    step = fzero.make_train_step(model, config(stage) | STEPS | {"gradient_accumulation_steps": num_micro_steps})
+    step = fzero.make_train_step(
+        model, config(stage) | STEPS | {"gradient_accumulation_steps": num_micro_steps}
+    )
     batch = part(vectors(0), step.rank, step.world_size)
     for change in (None, lambda grad: grad.mul_(2), lambda grad: grad.data.mul_(2)):
         window = step.begin(step.init(), measures_early=len(found) < 2)
         for index in range(num_micro_steps):
-            loss = step.forward(window, lambda index=index: model(*part(batch, index, num_micro_steps)))
+            loss = step.forward(
+                window, lambda index=index: model(*part(batch, index, num_micro_steps))
+            )
             is_last = index == num_micro_steps - 1
             window = step.backward(window, loss, num_parts=num_micro_steps, is_last=is_last)
         for grad in window.state.grads.values() if change is not None else ():
             change(grad)
-        with mock.patch.object(LossRules, "of_shard", autospec=True, side_effect=LossRules.of_shard) as measured:
+        with mock.patch.object(
+            LossRules, "of_shard", autospec=True, side_effect=LossRules.of_shard
+        ) as measured:
             _, metrics = step.update(window)
         found.append((metrics.grad_norm.item(), measured.call_count))
     return found
@@ -161,13 +189,16 @@ def _measured(stage: int, num_micro_steps: int) -> list[tuple[float, int]]:
 def test_the_norm_is_measured_as_gradients_come_and_again_of_those_that_somebody_changes(
     ranks: RankPool, stage: int, world_size: int, num_micro_steps: int
 ) -> None:
-    for (norm, num_again), (doubled, num_changed), unseen in ranks(world_size, _measured, stage, num_micro_steps):
+    for (norm, num_again), (doubled, num_changed), unseen in ranks(
+        world_size, _measured, stage, num_micro_steps
+    ):
         assert doubled == unseen[0] == 2 * norm  # exact: two is a power of two
-        is_cut = stage > 0 or world_size == 1  # else each rank adds up all shards in the order of the ranks
+        # else each rank adds up all shards in the order of the ranks
+        is_cut = stage > 0 or world_size == 1
         assert (num_again == 0) == is_cut and num_changed == unseen[1] > 0
 
 
-# --- what is sent and held ---------------------------------------------------------------------------------------
+# --- what is sent and held ------------------------------------------------------------------------
 
 
 def _sent(stage: int, num_micro_steps: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -193,9 +224,15 @@ def test_gradients_are_reduced_once_in_stages_0_and_1_and_in_each_micro_step_oth
     for sent, planned in ranks(2, _sent, stage, 3):
         times = 3 if stage >= 2 else 1
         assert sent["reduce"] == times * once["reduce"]
-        assert sent["reduce"] == planned["all_reduce of gradients"] + planned["reduce_scatter of gradients"]
+        assert (
+            sent["reduce"]
+            == planned["all_reduce of gradients"] + planned["reduce_scatter of gradients"]
+        )
         assert sent.get("gather", 0) == 3 * once.get("gather", 0)
-        assert sent.get("gather", 0) == planned["all_gather in the forward"] + planned["all_gather in the backward"]
+        assert (
+            sent.get("gather", 0)
+            == planned["all_gather in the forward"] + planned["all_gather in the backward"]
+        )
         assert (
             sent.get("all_gather_params", 0)
             == once.get("all_gather_params", 0)
@@ -203,11 +240,13 @@ def test_gradients_are_reduced_once_in_stages_0_and_1_and_in_each_micro_step_oth
         )
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 def _one_step(batch: Any, loss_fn: Any = None) -> None:
-    step = fzero.make_train_step(make(Plain), config(0) | STEPS | {"gradient_accumulation_steps": 3}, loss_fn=loss_fn)
+    step = fzero.make_train_step(
+        make(Plain), config(0) | STEPS | {"gradient_accumulation_steps": 3}, loss_fn=loss_fn
+    )
     step(step.init(), batch)
 
 
@@ -220,7 +259,9 @@ def test_batches_that_do_not_split_are_reported() -> None:
         _one_step(vectors(0, 9))
     with pytest.raises(ValueError, match=r"iterator must give 3 micro-batches .*, ended after 1"):
         _one_step(_ends_early())
-    with pytest.raises(ValueError, match=r"multiple of the 3 micro-batches .*, got shape \(13, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"multiple of the 3 micro-batches .*, got shape \(13, 16\)"
+    ):
         _one_step((vectors(0, 12)[0], vectors(0, 13)[1]))
 
 
@@ -229,7 +270,9 @@ def test_what_cannot_be_divided_is_reported_and_what_is_no_tensor_is_given_to_al
         pass
 
     x, y = vectors(0)
-    with pytest.raises(ValueError, match="batch: a Unknown cannot be divided into the 3 micro-batches"):
+    with pytest.raises(
+        ValueError, match="batch: a Unknown cannot be divided into the 3 micro-batches"
+    ):
         _one_step((x, y, Unknown()))
     seen: list[Any] = []
 
@@ -250,7 +293,9 @@ def test_a_bad_weight_is_reported() -> None:
     x[:, 0] = torch.arange(12) - 5.5
     with pytest.raises(ValueError, match="must give a mean always or a"):
         _one_step((x, y), sometimes)
-    with pytest.raises(ValueError, match="a weight that is one number, not negative, beside the sum, got -1"):
+    with pytest.raises(
+        ValueError, match="a weight that is one number, not negative, beside the sum, got -1"
+    ):
         _one_step(vectors(0), lambda model, batch: (weighted(model, batch)[0], -1))
     with pytest.raises(ValueError, match="its weights must not all be 0 in a step"):
         _one_step(vectors(0), lambda model, batch: (weighted(model, batch)[0], 0))
@@ -269,8 +314,9 @@ def test_a_graph_is_read_only_where_a_backward_may_belong_to_several_forwards() 
 
 
 class Uneven(nn.Module):
-    """Uses `first` once or twice, and `rest` or not, as signs of the input say. `seen` are the weights of `rest` that it got.
-    From the second step on, a hook doubles a gradient in each forward."""
+    """Uses `first` once or twice, and `rest` or not, as signs of the input say. `seen`
+    are the weights of `rest` that it got. From the second step on, a hook doubles a
+    gradient in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,9 +341,17 @@ class Uneven(nn.Module):
 def test_forwards_of_a_step_that_share_parameters_give_the_bits_of_those_that_do_not(
     stage: int, num_micro_steps: int
 ) -> None:
-    model, xs = Uneven(), torch.randn(4, num_micro_steps, 2, 16, generator=torch.Generator().manual_seed(1))
-    cfg = config(stage) | {"train_batch_size": 2 * num_micro_steps, "gradient_accumulation_steps": num_micro_steps}
-    step, by_parts = (fzero.make_train_step(model, cfg, units=["first", "rest", "last"]) for _ in range(2))
+    model, xs = (
+        Uneven(),
+        torch.randn(4, num_micro_steps, 2, 16, generator=torch.Generator().manual_seed(1)),
+    )
+    cfg = config(stage) | {
+        "train_batch_size": 2 * num_micro_steps,
+        "gradient_accumulation_steps": num_micro_steps,
+    }
+    step, by_parts = (
+        fzero.make_train_step(model, cfg, units=["first", "rest", "last"]) for _ in range(2)
+    )
     whole, parts = step.init(), by_parts.init()
     for x in xs:
         model.seen.clear()
@@ -307,7 +361,9 @@ def test_forwards_of_a_step_that_share_parameters_give_the_bits_of_those_that_do
         window = by_parts.begin(parts)
         for k in range(num_micro_steps):
             loss = by_parts.forward(window, lambda x=x, k=k: model(x[k], None))
-            window = by_parts.backward(window, loss, num_parts=num_micro_steps, is_last=k == num_micro_steps - 1)
+            window = by_parts.backward(
+                window, loss, num_parts=num_micro_steps, is_last=k == num_micro_steps - 1
+            )
         parts, _ = by_parts.update(window)
         ours, theirs = step.gather(whole), by_parts.gather(parts)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -319,8 +375,8 @@ def test_forwards_of_a_step_that_share_parameters_give_the_bits_of_those_that_do
 
 
 class Large(nn.Module):
-    """Blocks with a parameter of a node of its own each. `log` has the gradients of activations, and those of parameters that
-    the backward has handed over, in order."""
+    """Blocks with a parameter of a node of its own each. `log` has the gradients of
+    activations, and those of parameters that the backward has handed over, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,8 +392,12 @@ class Large(nn.Module):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_gradient_is_taken_as_soon_as_it_is_there_also_where_forwards_share_parameters(stage: int) -> None:
-    """Otherwise all full gradients live at the end of a backward, and no reduction runs beside it."""
+def test_a_gradient_is_taken_as_soon_as_it_is_there_also_where_forwards_share_parameters(
+    stage: int,
+) -> None:
+    """Otherwise all full gradients live at the end of a backward, and no reduction runs
+    beside it.
+    """
     model = make(Large)
     cfg = config(stage) | {"train_batch_size": 12, "gradient_accumulation_steps": 3}
     step = fzero.make_train_step(model, cfg)
@@ -352,7 +412,9 @@ def test_a_gradient_is_taken_as_soon_as_it_is_there_also_where_forwards_share_pa
             model.log.clear()
             state, _ = step(state, vectors(index))
             size = len(model.log) // 3
-            assert model.log == 3 * model.log[:size], "all backwards take gradients in the same order"
+            assert model.log == 3 * model.log[:size], (
+                "all backwards take gradients in the same order"
+            )
             assert model.log.index("activation 0") > model.log.index("blocks.1")
 
 
@@ -370,8 +432,12 @@ class Normed(Plain):
 @pytest.mark.parametrize("tells", [True, False], ids=["is_last", "no is_last"])
 @pytest.mark.parametrize("model", [Plain, Normed])
 @pytest.mark.parametrize("stage", range(4))
-def test_ranks_with_other_numbers_of_backwards_are_reported(stage: int, model: Any, tells: bool) -> None:
-    """Rank 1 makes one backward more, in the second update. The last backward may be called so, or not."""
+def test_ranks_with_other_numbers_of_backwards_are_reported(
+    stage: int, model: Any, tells: bool
+) -> None:
+    """Rank 1 makes one backward more, in the second update. The last backward may be
+    called so, or not.
+    """
     simulated = fzero.simulate(fzero.make_train_step(make(model), config(stage)), 2, by="lockstep")
     states = simulated.states_of(simulated.init())
 
@@ -388,7 +454,9 @@ def test_ranks_with_other_numbers_of_backwards_are_reported(stage: int, model: A
 
     message = "every rank must call backward and step equally often, and one call was "
     message += (
-        "the last backward before an update on rank 0, a backward before the last on rank 1" if tells else "an update"
+        "the last backward before an update on rank 0, a backward before the last on rank 1"
+        if tells
+        else "an update"
     )
     if not tells and stage == 3:  # rank 1 gathers, and rank 0 does not
         message = "the collective failed"

@@ -1,4 +1,6 @@
-"""The laws of donation: a state that a step took raises wherever it is used again, whatever runs the step."""
+"""The laws of donation: a state that a step took raises wherever it is used again,
+whatever runs the step.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from fzero.resharding.place import copied
 from fzero.storage.state_memory import is_donated
 
 TAKEN = (
-    r"state: must not be used again once a step took it \(donate=True\).*the state that the step returned.*donate=False"
+    r"state: must not be used again once a step took it \(donate=True\).*the state that the "
+    r"step returned.*donate=False"
 )
 BATCH = functools.partial(vectors, 0)
 WORLD_SIZE = 2
@@ -37,14 +40,18 @@ def _simulated(stage: int = 2, *, by: Any, **options: Any) -> tuple[Any, Any]:
 RUNNERS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "alone, stage 0": functools.partial(_alone, 0),
     "alone, stage 3": functools.partial(_alone, 3),
-    "captured": functools.partial(_alone, num_blocks=1, compile="step", compile_backend="aot_eager"),
+    "captured": functools.partial(
+        _alone, num_blocks=1, compile="step", compile_backend="aot_eager"
+    ),
     "in lockstep": functools.partial(_simulated, by="lockstep"),
     "by vmap": functools.partial(_simulated, by="vmap"),
 }
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_state_that_a_step_took_raises_wherever_it_is_used_again(runner: str, tmp_path: Path) -> None:
+def test_a_state_that_a_step_took_raises_wherever_it_is_used_again(
+    runner: str, tmp_path: Path
+) -> None:
     step, batch = RUNNERS[runner]()
     first = step.init()
     alike = optree.tree_map(lambda x: x, first)
@@ -56,11 +63,15 @@ def test_a_state_that_a_step_took_raises_wherever_it_is_used_again(runner: str, 
         "gather": step.gather,
         "first_overflow": step.first_overflow,
         "save": lambda state: fzero.save(state, tmp_path / "all", step=step),
-        "save_16bit_model": lambda state: fzero.checkpoint.save_16bit_model(state, tmp_path / "weights", step=step),
+        "save_16bit_model": lambda state: fzero.checkpoint.save_16bit_model(
+            state, tmp_path / "weights", step=step
+        ),
         "reshard": lambda state: fzero.reshard(state, step, step),
         "place": lambda state: fzero.place(state, step),
         "a copy": lambda state: copied(state, step),
-        "another optimizer state": lambda state: step(state._replace(optimizer=second.optimizer), batch),
+        "another optimizer state": lambda state: step(
+            state._replace(optimizer=second.optimizer), batch
+        ),
         "a clone": lambda state: step(optree.tree_map(torch.clone, state), batch),
         "the same tensors in another tree": lambda state: step(alike, batch),
     }
@@ -127,7 +138,9 @@ def test_a_round_is_updated_once_and_not_after_an_error_ended_it() -> None:
     window = collect(state)
     with pytest.raises(KeyError):
         step.forward(window, fails)
-    with pytest.raises(RuntimeError, match=r"must be of a window that no error has ended.*begin another"):
+    with pytest.raises(
+        RuntimeError, match=r"must be of a window that no error has ended.*begin another"
+    ):
         step.update(window)
     state, metrics = step.update(collect(state))
     assert int(state.step) == 2 and metrics.loss.isfinite()

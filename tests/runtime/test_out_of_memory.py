@@ -1,4 +1,6 @@
-"""A rank on the CPU that reaches its limit of memory reports the plan beside what was measured."""
+"""A rank on the CPU that reaches its limit of memory reports the plan beside what was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,22 @@ step(state, torch.ones(2048, 64))
 
 
 def test_a_rank_at_its_limit_names_the_plan_and_the_limit() -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 1 and any(words in ended.stderr for words in NO_HOST_MEMORY), ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1 and any(words in ended.stderr for words in NO_HOST_MEMORY), (
+        ended.stderr
+    )
     assert "fzero: planned, without activations: a rank holds: parameters 16.6 kB" in ended.stderr
     assert "GiB resident at this process's peak, of an address space limited to" in ended.stderr
-    assert "the largest: 12,000,000 bytes of a float32 tensor (3, 1000, 1000); 524,288 bytes" in ended.stderr
-    assert "are free on the machine" in ended.stderr and "For less: smaller micro-batches" in ended.stderr
+    assert (
+        "the largest: 12,000,000 bytes of a float32 tensor (3, 1000, 1000); 524,288 bytes"
+        in ended.stderr
+    )
+    assert (
+        "are free on the machine" in ended.stderr
+        and "For less: smaller micro-batches" in ended.stderr
+    )
 
 
 def test_another_error_is_left_alone() -> None:

@@ -1,4 +1,6 @@
-"""A gradient by the model's own parameters, asked for inside a step, is the plain loop's, however the code gets at them."""
+"""A gradient by the model's own parameters, asked for inside a step, is the plain
+loop's, however the code gets at them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.a, self.b, self.c, self.head = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 1),
+        )
         self.c.weight = self.a.weight
 
     def loss(self, x: Tensor) -> Tensor:
@@ -77,8 +84,12 @@ def called(model: Any, x: Tensor) -> Tensor:
 
 def inner_step(model: Any, x: Tensor) -> Tensor:
     params = dict(model.named_parameters())
-    grads = torch.autograd.grad(functional_call(model, params, (x,)), list(params.values()), create_graph=True)
-    stepped = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), grads, strict=True)}
+    grads = torch.autograd.grad(
+        functional_call(model, params, (x,)), list(params.values()), create_graph=True
+    )
+    stepped = {
+        name: param - 0.1 * grad for (name, param), grad in zip(params.items(), grads, strict=True)
+    }
     return functional_call(model, stepped, (x,))  # type: ignore[no-any-return]
 
 
@@ -90,7 +101,9 @@ def first_order(model: Any, x: Tensor) -> Tensor:
 def curvature(model: Any, x: Tensor) -> Tensor:
     params, loss = list(model.parameters()), model(x)
     grads = torch.autograd.grad(loss, params, create_graph=True)
-    products = torch.autograd.grad(grads, params, [torch.ones_like(grad) for grad in grads], create_graph=True)
+    products = torch.autograd.grad(
+        grads, params, [torch.ones_like(grad) for grad in grads], create_graph=True
+    )
     return loss + 0.001 * torch.stack([each.square().sum() for each in products]).sum()  # type: ignore[no-any-return]
 
 
@@ -101,7 +114,17 @@ def itself(model: Any, x: Tensor) -> Tensor:
 WAYS: list[tuple[type[Net], Callable[[Any, Tensor], Tensor]]] = [
     *(
         (Net, way)
-        for way in (after, before, by_name, attributes, state_dict, called, inner_step, first_order, curvature)
+        for way in (
+            after,
+            before,
+            by_name,
+            attributes,
+            state_dict,
+            called,
+            inner_step,
+            first_order,
+            curvature,
+        )
     ),
     (Penalized, itself),
 ]
@@ -116,7 +139,9 @@ def made(kind: type[Net]) -> Net:
     return kind()
 
 
-def plain(kind: type[Net], way: Callable[[Any, Tensor], Tensor]) -> tuple[list[float], dict[str, Tensor]]:
+def plain(
+    kind: type[Net], way: Callable[[Any, Tensor], Tensor]
+) -> tuple[list[float], dict[str, Tensor]]:
     model, losses = made(kind), list[float]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0625)
     for x in batches():
@@ -129,15 +154,22 @@ def plain(kind: type[Net], way: Callable[[Any, Tensor], Tensor]) -> tuple[list[f
 
 
 def trained(
-    kind: type[Net], way: Callable[[Any, Tensor], Tensor], stage: int, num_ranks: int = 1, **how: Any
+    kind: type[Net],
+    way: Callable[[Any, Tensor], Tensor],
+    stage: int,
+    num_ranks: int = 1,
+    **how: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """On equal batches per rank, whose mean gradient is that of one."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     sgd = {"type": "SGD", "params": {"lr": 0.0625}}
     step: Any = fzero.make_train_step(
-        made(kind), {"optimizer": sgd, "gradient_clipping": 0.0, "zero_optimization": zero}, loss_fn=way,
-        units=["a", "b", "head"], **how,
-    )  # fmt: skip
+        made(kind),
+        {"optimizer": sgd, "gradient_clipping": 0.0, "zero_optimization": zero},
+        loss_fn=way,
+        units=["a", "b", "head"],
+        **how,
+    )
     gather = step.gather
     if num_ranks > 1:
         step = fzero.simulate(step, num_ranks, by="lockstep")
@@ -150,7 +182,9 @@ def trained(
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS, ids=lambda each: each.__name__)
-def test_a_gradient_by_own_parameters_is_the_plain_loops_in_every_stage(kind: type[Net], way: Any) -> None:
+def test_a_gradient_by_own_parameters_is_the_plain_loops_in_every_stage(
+    kind: type[Net], way: Any
+) -> None:
     expected = plain(kind, way)
     for stage in range(4):
         for num_ranks in (1, 2):
@@ -170,11 +204,18 @@ def test_large_parameters_have_nodes_of_their_own_and_the_same_gradients(
 def test_pytorchs_hint_to_allow_unused_parameters_trains_the_same_objective(stage: int) -> None:
     def hinted(model: Any, x: Tensor) -> Tensor:
         loss = model(x)
-        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True, allow_unused=True)
-        return loss + 0.1 * torch.stack([grad.square().sum() for grad in grads if grad is not None]).sum()  # type: ignore[no-any-return]
+        grads = torch.autograd.grad(
+            loss, list(model.parameters()), create_graph=True, allow_unused=True
+        )
+        return (
+            loss
+            + 0.1 * torch.stack([grad.square().sum() for grad in grads if grad is not None]).sum()
+        )  # type: ignore[no-any-return]
 
     for how in ({}, AOT):
-        assert_same(trained(Net, hinted, stage, **how), plain(Net, after), tolerance=1e-6 if how else 0.0)
+        assert_same(
+            trained(Net, hinted, stage, **how), plain(Net, after), tolerance=1e-6 if how else 0.0
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -184,13 +225,17 @@ def test_a_backward_by_own_parameters_inside_the_forward_is_refused(stage: int) 
         torch.autograd.backward(loss, inputs=list(model.parameters()), retain_graph=True)
         return loss  # type: ignore[no-any-return]
 
-    with pytest.raises(RuntimeError, match="backward: must not be called inside the forward or loss_fn"):
+    with pytest.raises(
+        RuntimeError, match="backward: must not be called inside the forward or loss_fn"
+    ):
         trained(Net, backward, stage)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_so_it_is_in_a_later_step_which_compares_no_values(stage: int) -> None:
-    """Autograd runs the nodes whose outputs the parameters are, and these know that the forward is not over."""
+    """Autograd runs the nodes whose outputs the parameters are, and these know that the
+    forward is not over.
+    """
     calls = itertools.count()
 
     def backward_in_step_3(model: Any, x: Tensor) -> Tensor:
@@ -199,7 +244,9 @@ def test_so_it_is_in_a_later_step_which_compares_no_values(stage: int) -> None:
             torch.autograd.backward(loss, inputs=list(model.parameters()), retain_graph=True)
         return loss  # type: ignore[no-any-return]
 
-    with pytest.raises(RuntimeError, match="backward: must not be called inside the forward or loss_fn"):
+    with pytest.raises(
+        RuntimeError, match="backward: must not be called inside the forward or loss_fn"
+    ):
         trained(Net, backward_in_step_3, stage)
     assert next(calls) == 3
 
@@ -213,7 +260,9 @@ def test_a_retained_gradient_of_a_parameter_is_no_backward_inside_the_forward() 
             param.retain_grad()
         return loss  # type: ignore[no-any-return]
 
-    assert_same(trained(Net, retaining, 2), trained(Net, lambda model, x: model(x), 2), tolerance=0.0)
+    assert_same(
+        trained(Net, retaining, 2), trained(Net, lambda model, x: model(x), 2), tolerance=0.0
+    )
     cfg = {
         "optimizer": {"type": "SGD", "params": {"lr": 0.0625}},
         "gradient_accumulation_steps": 2,
@@ -227,14 +276,18 @@ def test_a_retained_gradient_of_a_parameter_is_no_backward_inside_the_forward() 
 
 def test_ranks_that_run_at_once_refuse_a_gradient_by_own_parameters() -> None:
     """Under torch.vmap tensors have no graph."""
-    step = fzero.make_train_step(made(Net), {"optimizer": {"type": "SGD", "params": {"lr": 0.0625}}}, loss_fn=after)
+    step = fzero.make_train_step(
+        made(Net), {"optimizer": {"type": "SGD", "params": {"lr": 0.0625}}}, loss_fn=after
+    )
     ranks = fzero.simulate(step, 2, by="vmap")
     with pytest.raises(ValueError, match=r"torch.vmap cannot run this step.* by='lockstep'"):
         ranks(ranks.init(), torch.stack(batches()[:2]))
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS, ids=lambda each: each.__name__)
-def test_a_gradient_by_own_parameters_is_the_plain_loops_in_one_graph(kind: type[Net], way: Any) -> None:
+def test_a_gradient_by_own_parameters_is_the_plain_loops_in_one_graph(
+    kind: type[Net], way: Any
+) -> None:
     """A graph adds the parts of a gradient in the order of its operators."""
     for stage in (0, 3):
         assert_same(trained(kind, way, stage, **AOT), plain(kind, way), tolerance=1e-6)
@@ -245,7 +298,8 @@ def test_a_gradient_by_own_parameters_is_the_plain_loops_in_one_graph(kind: type
 def test_a_second_derivative_of_compiled_blocks_is_refused_with_the_fix(way: Any) -> None:
     for stage in (0, 3):
         with pytest.raises(
-            ValueError, match=r"must not go through code that torch.compile has compiled.* compile='step'"
+            ValueError,
+            match=r"must not go through code that torch.compile has compiled.* compile='step'",
         ):
             trained(Net, way, stage, compile="block", compile_backend="aot_eager")
 
@@ -268,7 +322,10 @@ def _differ_on_ranks() -> list[str]:
 
 
 def assert_same(
-    found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]], *, tolerance: float
+    found: tuple[list[float], dict[str, Tensor]],
+    expected: tuple[list[float], dict[str, Tensor]],
+    *,
+    tolerance: float,
 ) -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
     weights = {name: found[1][name].reshape(x.shape) for name, x in expected[1].items()}

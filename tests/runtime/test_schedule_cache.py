@@ -1,4 +1,6 @@
-"""`CachedScheduler` answers as the scheduler does, whatever came before, and makes none for requests that repeat."""
+"""`CachedScheduler` answers as the scheduler does, whatever came before, and makes none
+for requests that repeat.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,19 @@ UNITS = list(RULES[3].units)
 windows = st.lists(st.sampled_from(UNITS), min_size=1, max_size=4).map(tuple)
 
 
-def requests_of(rules: UnitRules, visits: Sequence[str], orders: Sequence[Any]) -> Iterator[Request]:
+def requests_of(
+    rules: UnitRules, visits: Sequence[str], orders: Sequence[Any]
+) -> Iterator[Request]:
     """The requests of a forward and a backward."""
     forward, backward = orders
     yield from ((UnitScheduler.begin, forward), (UnitScheduler.begin_forward, True))
     yield from ((UnitScheduler.enter, unit) for unit in visits)
     yield from ((UnitScheduler.boundary,), (UnitScheduler.begin, backward))
-    yield UnitScheduler.begin_backward, True, frozenset((unit, visits.count(unit)) for unit in visits)
+    yield (
+        UnitScheduler.begin_backward,
+        True,
+        frozenset((unit, visits.count(unit)) for unit in visits),
+    )
     for unit in reversed(visits):
         yield UnitScheduler.need, unit
         yield from ((UnitScheduler.collect, unit, grad.key) for grad in rules.units[unit].grads)
@@ -66,12 +74,16 @@ def test_a_cached_scheduler_answers_as_the_scheduler_does(
                 found = one.answer(request)
                 assert found == expected
                 if Event("depart") in expected:
-                    assert one.scheduler.depart(scheduler.place) == scheduler.depart(scheduler.place)
+                    assert one.scheduler.depart(scheduler.place) == scheduler.depart(
+                        scheduler.place
+                    )
     assert cache.num_answers <= 10 * most
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_steps_make_no_scheduler_once_their_requests_are_known(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_make_no_scheduler_once_their_requests_are_known(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
 
     class Counted(UnitScheduler):
@@ -81,7 +93,9 @@ def test_steps_make_no_scheduler_once_their_requests_are_known(stage: int, monke
 
     monkeypatch.setattr(sequencer, "UnitScheduler", Counted)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    step = fzero.make_train_step(model, config(stage), loss_fn=lambda m, x: m(x).square().mean(), units=["0", "1", "2"])
+    step = fzero.make_train_step(
+        model, config(stage), loss_fn=lambda m, x: m(x).square().mean(), units=["0", "1", "2"]
+    )
     state = step.init()
     for _ in range(5):
         made.append(0)

@@ -1,4 +1,6 @@
-"""The laws of the integers of `sharding`: partitions, orders, layouts, buckets and transfers."""
+"""The laws of the integers of `sharding`: partitions, orders, layouts, buckets and
+transfers.
+"""
 
 import math
 import pickle
@@ -32,8 +34,14 @@ PADDING = ("padding", -1)
 
 
 def buffer_of(layout: FlatLayout) -> list[tuple[str, int]]:
-    """The padded buffer with every element named: (parameter, index in the flattened parameter)."""
-    elements = [(name, i) for name, shape in zip(layout.names, layout.shapes) for i in range(math.prod(shape))]
+    """The padded buffer with every element named: (parameter, index in the flattened
+    parameter).
+    """
+    elements = [
+        (name, i)
+        for name, shape in zip(layout.names, layout.shapes)
+        for i in range(math.prod(shape))
+    ]
     return elements + [PADDING] * (layout.partition.padded_numel - len(elements))
 
 
@@ -66,7 +74,9 @@ def test_padding_is_minimal(partition):
     assert partition.padding >= 0
     assert partition.padding == partition.padded_numel - partition.numel
     candidates = range(0, partition.numel + partition.multiple_of, partition.multiple_of)
-    assert partition.shard_numel == next(s for s in candidates if s * partition.world_size >= partition.numel)
+    assert partition.shard_numel == next(
+        s for s in candidates if s * partition.world_size >= partition.numel
+    )
 
 
 @law
@@ -79,7 +89,9 @@ def test_padding_is_at_the_end(layout):
 
 @law
 @given(st.integers(0, 100), world_sizes())
-def test_a_near_equal_split_covers_the_buffer_with_sizes_one_apart_and_the_larger_first(numel, world_size):
+def test_a_near_equal_split_covers_the_buffer_with_sizes_one_apart_and_the_larger_first(
+    numel, world_size
+):
     split = NearEqualSplit(numel, world_size)
     bounds = [split.bounds(rank) for rank in range(world_size)]
     assert [i for start, stop in bounds for i in range(start, stop)] == list(range(numel))
@@ -118,8 +130,13 @@ def test_an_order_and_its_inverse_undo_each_other(order):
 
 
 def test_an_order_of_fewer_than_no_items_is_refused():
-    for make, name in ((declaration, "declaration"), (lambda length: round_robin(length, 2), "round_robin")):
-        with pytest.raises(ValueError, match=f"{name}: length must be an integer of at least 0, got -1"):
+    for make, name in (
+        (declaration, "declaration"),
+        (lambda length: round_robin(length, 2), "round_robin"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{name}: length must be an integer of at least 0, got -1"
+        ):
             make(-1)
 
 
@@ -129,7 +146,9 @@ def test_an_order_of_fewer_than_no_items_is_refused():
 @law
 @given(layouts(min_parameters=0))
 def test_each_parameter_is_the_disjoint_union_of_its_fragments(layout):
-    fragments = [fragment for rank in range(layout.world_size) for fragment in layout.fragments(rank)]
+    fragments = [
+        fragment for rank in range(layout.world_size) for fragment in layout.fragments(rank)
+    ]
     for name, numel in zip(layout.names, layout.numels):
         elements = [i for f in fragments if f.name == name for i in range(f.start, f.stop)]
         assert elements == list(range(numel))
@@ -158,7 +177,9 @@ def test_boxes_cover_a_run_of_a_flattened_tensor_once_in_order_and_are_few(shape
     for box in cut:
         ranges = [range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
         assert all(r.stop <= size for r, size in zip(ranges, shape, strict=True))
-        inside = [sum(i * s for i, s in zip(index, strides, strict=True)) for index in product(*ranges)]
+        inside = [
+            sum(i * s for i, s in zip(index, strides, strict=True)) for index in product(*ranges)
+        ]
         assert inside[0] == box.start and len(inside) == box.numel
         found += [elements[i] for i in inside]
     assert found == list(range(start, stop))
@@ -180,11 +201,16 @@ def test_bounds_and_shapes_of_a_layout_are_those_of_its_parameters(layout):
 def test_a_layout_is_a_value(layout):
     copy = pickle.loads(pickle.dumps(layout))
     assert copy == layout and hash(copy) == hash(layout)
-    assert [copy.bounds(name) for name in copy.names] == [layout.bounds(name) for name in layout.names]
+    assert [copy.bounds(name) for name in copy.names] == [
+        layout.bounds(name) for name in layout.names
+    ]
     assert eval(repr(layout)) == layout
     assert replace(layout, multiple_of=layout.multiple_of + 1) != layout
     assert FlatLayout(
-        [*layout.names], [[*shape] for shape in layout.shapes], layout.world_size, layout.multiple_of
+        [*layout.names],
+        [[*shape] for shape in layout.shapes],
+        layout.world_size,
+        layout.multiple_of,
     ) == (layout)
 
 
@@ -198,7 +224,14 @@ def test_a_layout_is_a_value(layout):
         lambda layout: layout.names != tuple(sorted(layout.names)),
         lambda layout: layout.partition.padding > layout.partition.shard_numel,
     ],
-    ids=["zero-sized", "0-d", "few elements", "long parameter", "unsorted names", "full shard of padding"],
+    ids=[
+        "zero-sized",
+        "0-d",
+        "few elements",
+        "long parameter",
+        "unsorted names",
+        "full shard of padding",
+    ],
 )
 def test_layouts_hold_every_kind_of_parameter(holds):
     assert holds(find(layouts(), holds))
@@ -248,9 +281,14 @@ def test_a_transfer_turns_shards_of_one_layout_into_shards_of_the_other(pair):
 def test_a_transfer_writes_each_element_once_and_never_moves_padding(pair):
     old, new = pair
     moves, source = plan_transfer(old, new), shards_of(old)
-    written = [(move.target_rank, i) for move in moves for i in range(move.target_start, move.target_stop)]
+    written = [
+        (move.target_rank, i) for move in moves for i in range(move.target_start, move.target_stop)
+    ]
     assert len(set(written)) == len(written) == new.numel
-    assert all(PADDING not in source[move.source_rank][move.source_start : move.source_stop] for move in moves)
+    assert all(
+        PADDING not in source[move.source_rank][move.source_start : move.source_stop]
+        for move in moves
+    )
 
 
 @law
@@ -258,7 +296,9 @@ def test_a_transfer_writes_each_element_once_and_never_moves_padding(pair):
 def test_a_transfer_has_no_more_moves_than_parameters_and_shard_boundaries(pair):
     old, new = pair
     moves = plan_transfer(old, new)
-    assert len(moves) <= sum(numel > 0 for numel in old.numels) + old.world_size + new.world_size - 2
+    assert (
+        len(moves) <= sum(numel > 0 for numel in old.numels) + old.world_size + new.world_size - 2
+    )
     for first, second in pairwise(moves):
         assert (first.target_rank, first.target_stop) <= (second.target_rank, second.target_start)
         assert (first.source_rank, first.source_stop, first.target_rank, first.target_stop) != (
@@ -280,7 +320,9 @@ def test_the_moves_of_one_shard_are_those_of_all_that_it_takes_part_in(pair, dat
         shared = [name for name in target.names if name in source]
         moves = plan_transfer(source, target, names=shared)
         for rank in range(source.world_size):
-            assert list(moves_from(source, target, rank)) == [move for move in moves if move.source_rank == rank]
+            assert list(moves_from(source, target, rank)) == [
+                move for move in moves if move.source_rank == rank
+            ]
         for first, last in combinations(range(target.world_size + 1), 2):
             ranks = range(first, last)
             into = [move for move in moves if move.target_rank in ranks]
@@ -300,8 +342,12 @@ def neighbours(world_size):
 
 
 def elements(moves, source=None, target=None, sources=range(0), targets=range(0)):
-    """Each element that moves: its old and new shard and offset; or its offsets in joined shards."""
-    from_one, to_one = (layout.partition.shard_numel if layout else 0 for layout in (source, target))
+    """Each element that moves: its old and new shard and offset; or its offsets in
+    joined shards.
+    """
+    from_one, to_one = (
+        layout.partition.shard_numel if layout else 0 for layout in (source, target)
+    )
     return {
         (
             sources.start if source else move.source_rank,
@@ -325,14 +371,22 @@ def large_layouts(numel, num_parameters=2000):
     """Layouts of `numel` elements: on 4096 ranks, on 3072, and in round-robin order."""
     names = tuple(f"p{index}" for index in range(num_parameters))
     shapes = tuple((length,) for length in NearEqualSplit(numel, num_parameters).sizes)
-    old, order = FlatLayout(names, shapes, 4096, multiple_of=32), round_robin(num_parameters, num_lists=64)
-    return old, replace(old, world_size=3072), replace(old, names=order.apply(names), shapes=order.apply(shapes))
+    old, order = (
+        FlatLayout(names, shapes, 4096, multiple_of=32),
+        round_robin(num_parameters, num_lists=64),
+    )
+    return (
+        old,
+        replace(old, world_size=3072),
+        replace(old, names=order.apply(names), shapes=order.apply(shapes)),
+    )
 
 
 def test_plans_of_a_trillion_elements_are_no_longer_than_parameters_and_shards_together():
     old, fewer, dealt = large_layouts(10**12)
     assert sum(len(old.fragments(rank)) for rank in range(4096)) <= 2000 + 4096 - 1
-    # In the same order there is one move between each two shard boundaries, whatever the parameters are.
+    # In the same order there is one move between each two shard boundaries, whatever the parameters
+    # are.
     assert len(plan_transfer(old, fewer)) <= 4096 + 3072 - 1
     assert len(plan_transfer(old, dealt)) <= 2000 + 2 * 4096 - 2
     for new in (fewer, dealt):
@@ -390,5 +444,7 @@ def test_importing_the_package_loads_no_torch():
         "import sharding.testing; print('torch' in sys.modules); "
         "import sharding.views; print('torch' in sys.modules)"
     )
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert printed.split("\n")[:3] == ["[]", "False", "True"]

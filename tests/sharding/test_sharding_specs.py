@@ -30,8 +30,13 @@ def test_peers_along_an_axis_differ_in_that_axis_only_and_partition_the_mesh(mes
         groups = {mesh.peers(rank, axis) for rank in range(mesh.size)}
         assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
         for group in groups:
-            assert [mesh.coordinate(rank)[axis] for rank in group] == list(range(mesh.axis_size(axis)))
-            others = {tuple((k, v) for k, v in mesh.coordinate(rank).items() if k != axis) for rank in group}
+            assert [mesh.coordinate(rank)[axis] for rank in group] == list(
+                range(mesh.axis_size(axis))
+            )
+            others = {
+                tuple((k, v) for k, v in mesh.coordinate(rank).items() if k != axis)
+                for rank in group
+            }
             assert len(others) == 1
         for rank in range(mesh.size):
             assert rank in mesh.peers(rank, axis)
@@ -39,7 +44,9 @@ def test_peers_along_an_axis_differ_in_that_axis_only_and_partition_the_mesh(mes
 
 @law
 @given(shapes(), world_sizes(), st.integers(1, 8))
-def test_a_sharded_tensor_has_the_shape_of_its_shard_and_any_other_its_full_shape(shape, world_size, multiple_of):
+def test_a_sharded_tensor_has_the_shape_of_its_shard_and_any_other_its_full_shape(
+    shape, world_size, multiple_of
+):
     sharded = TensorSpec(shape, "float32", Sharded("data"), multiple_of=multiple_of)
     partition = Partition(math.prod(shape), world_size, multiple_of)
     assert sharded.partition(world_size) == partition
@@ -60,10 +67,16 @@ def test_several_axes_cut_a_tensor_along_the_first_axis_first(mesh, shape, multi
     shards = [mesh.shard_of(rank, finest.spec) for rank in range(mesh.size)]
     num_shards = finest.num_shards(mesh)
     assert replace(finest, spec=Replicated()).num_shards(mesh) == 1
-    assert finest.partition(mesh).world_size == num_shards == math.prod(mesh.axis_size(axis) for axis in axes)
+    assert (
+        finest.partition(mesh).world_size
+        == num_shards
+        == math.prod(mesh.axis_size(axis) for axis in axes)
+    )
     assert finest.local_shape(mesh) == finest.local_shape(num_shards)
     # Every shard occurs once for each rank along the other axes.
-    assert sorted(shards) == [shard for shard in range(num_shards) for _ in range(mesh.size // num_shards)]
+    assert sorted(shards) == [
+        shard for shard in range(num_shards) for _ in range(mesh.size // num_shards)
+    ]
     for length in range(1, len(axes)):
         coarse = Sharded(*axes[:length])
         num_coarse = math.prod(mesh.axis_size(axis) for axis in axes[:length])
@@ -72,8 +85,13 @@ def test_several_axes_cut_a_tensor_along_the_first_axis_first(mesh, shape, multi
 
 
 def test_specs_are_hashable_values_with_short_names():
-    assert len({Replicated(), Sharded("data"), Partial("data"), Sharded("data"), Sharded("node")}) == 4
-    assert Sharded("data", "node") != Sharded("node", "data") and repr(Sharded("a", "b")) == "Sharded('a', 'b')"
+    assert (
+        len({Replicated(), Sharded("data"), Partial("data"), Sharded("data"), Sharded("node")}) == 4
+    )
+    assert (
+        Sharded("data", "node") != Sharded("node", "data")
+        and repr(Sharded("a", "b")) == "Sharded('a', 'b')"
+    )
     assert pickle.loads(pickle.dumps(Sharded("data", "node"))) == Sharded("data", "node")
     assert [repr(spec) for spec in (Replicated(), Sharded("data"), Partial("node"))] == (
         ["Replicated()", "Sharded('data')", "Partial('node')"]

@@ -18,13 +18,19 @@ law = settings(deadline=None)
 
 
 def parameters_of(layout: FlatLayout, dtype: torch.dtype = torch.int64) -> dict[str, torch.Tensor]:
-    """Parameters whose elements all differ and count from 1, so that none equals padding."""
+    """Parameters whose elements all differ and count from 1, so that none equals
+    padding.
+    """
     leaves = torch.arange(1, layout.numel + 1, dtype=dtype).split(list(layout.numels))
-    return {name: part.reshape(shape) for name, shape, part in zip(layout.names, layout.shapes, leaves)}
+    return {
+        name: part.reshape(shape) for name, shape, part in zip(layout.names, layout.shapes, leaves)
+    }
 
 
 def stack_shards(flat_P: torch.Tensor, partition: Partition) -> torch.Tensor:
-    return torch.stack([take_shard(flat_P, partition, rank) for rank in range(partition.world_size)])
+    return torch.stack(
+        [take_shard(flat_P, partition, rank) for rank in range(partition.world_size)]
+    )
 
 
 @st.composite
@@ -32,7 +38,9 @@ def stacked(draw: st.DrawFn, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Full buffers of small random integers, one for each rank: (W, P)."""
     world_size, shard_numel = draw(world_sizes()), draw(st.integers(0, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    return torch.randint(-1000, 1000, (world_size, world_size * shard_numel), generator=generator).to(dtype)
+    return torch.randint(
+        -1000, 1000, (world_size, world_size * shard_numel), generator=generator
+    ).to(dtype)
 
 
 # Views
@@ -135,7 +143,9 @@ def test_fragments_describe_the_contents_of_a_shard(layout):
     for rank in range(layout.world_size):
         for fragment in layout.fragments(rank):
             held = shards_WS[rank, fragment.offset : fragment.offset + fragment.numel]
-            assert torch.equal(held, parameters[fragment.name].reshape(-1)[fragment.start : fragment.stop])
+            assert torch.equal(
+                held, parameters[fragment.name].reshape(-1)[fragment.start : fragment.stop]
+            )
 
 
 @law
@@ -173,7 +183,9 @@ def test_gather_undoes_shard(partition):
 def test_reduce_scatter_is_the_shard_of_the_mean(x_WP):
     world_size, padded_numel = x_WP.shape
     mean_P = all_reduce(x_WP, "mean")[0]
-    assert torch.equal(reduce_scatter(x_WP), stack_shards(mean_P, Partition(padded_numel, world_size)))
+    assert torch.equal(
+        reduce_scatter(x_WP), stack_shards(mean_P, Partition(padded_numel, world_size))
+    )
 
 
 @law
@@ -190,7 +202,10 @@ def test_all_reduce_gives_every_rank_the_same_sum_or_mean(x_WN, op):
 def test_gather_and_reduce_scatter_are_adjoint(y_WP, seed):
     world_size, padded_numel = y_WP.shape
     x_WS = torch.randint(
-        -1000, 1000, (world_size, padded_numel // world_size), generator=torch.Generator().manual_seed(seed)
+        -1000,
+        1000,
+        (world_size, padded_numel // world_size),
+        generator=torch.Generator().manual_seed(seed),
     )
     assert (all_gather(x_WS) * y_WP).sum() == (x_WS * reduce_scatter(y_WP, op="sum")).sum()
 
@@ -203,7 +218,9 @@ def test_all_to_all_is_its_own_inverse_and_moves_shard_r_to_rank_r(x_WP):
     assert torch.equal(all_to_all(received_WP), x_WP)
     partition = Partition(padded_numel, world_size)
     for rank in range(world_size):
-        expected = torch.cat([take_shard(x_WP[source], partition, rank) for source in range(world_size)])
+        expected = torch.cat(
+            [take_shard(x_WP[source], partition, rank) for source in range(world_size)]
+        )
         assert torch.equal(received_WP[rank], expected)
 
 
@@ -240,7 +257,9 @@ def test_every_parameter_that_is_not_frozen_gets_a_gradient(model):
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trainable
     grads = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
-    assert all(grad is not None and grad.shape == p.shape for grad, p in zip(grads, trainable.values()))
+    assert all(
+        grad is not None and grad.shape == p.shape for grad, p in zip(grads, trainable.values())
+    )
 
 
 @law
@@ -251,7 +270,9 @@ def test_the_same_recipe_makes_the_same_model_and_leaves_the_random_state_alone(
     again, pickled = make_toy_model(model.recipe), pickle.loads(pickle.dumps(model))
     assert torch.equal(torch.get_rng_state(), before)
     for copy in (again, pickled):
-        assert [name for name, _ in copy.named_parameters()] == [name for name, _ in model.named_parameters()]
+        assert [name for name, _ in copy.named_parameters()] == [
+            name for name, _ in model.named_parameters()
+        ]
         assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), model.parameters()))
 
 
@@ -272,7 +293,9 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_equal_parts(model, world_size,
         lambda model: any(not p.requires_grad for p in model.parameters()),
         lambda model: len({p.dtype for p in model.parameters()}) == 2,
         lambda model: model.outlet.weight is model.inlet.weight,
-        lambda model: len(model.blocks) > 1 and model.blocks[0].up.weight is model.blocks[1].up.weight,
+        lambda model: (
+            len(model.blocks) > 1 and model.blocks[0].up.weight is model.blocks[1].up.weight
+        ),
         lambda model: any(isinstance(module, torch.nn.LayerNorm) for module in model.modules()),
         lambda model: len({block.up.out_features for block in model.blocks}) > 1,
         lambda model: len(model.blocks) == 0,
@@ -301,7 +324,9 @@ def test_a_toy_model_ties_equal_blocks_only():
 
 def test_blocks_of_other_dtypes_take_turns_and_are_not_tied():
     model = make_toy_model(
-        ToyRecipe(features=2, width=3, hidden=(4, 4, 4), tied="blocks", dtypes=("float32", "float64"))
+        ToyRecipe(
+            features=2, width=3, hidden=(4, 4, 4), tied="blocks", dtypes=("float32", "float64")
+        )
     )
     first, other, equal = (block.up.weight for block in model.blocks)
     assert [x.dtype for x in (first, other, equal)] == [torch.float32, torch.float64, torch.float32]

@@ -1,6 +1,8 @@
-"""The laws of bad input: whoever can know tells every rank, by name and value, and nobody hangs.
+"""The laws of bad input: whoever can know tells every rank, by name and value, and
+nobody hangs.
 
-And of models whose units run on some ranks only: the order of collectives does not depend on data, or is reported.
+And of models whose units run on some ranks only: the order of collectives does not
+depend on data, or is reported.
 """
 
 from __future__ import annotations
@@ -28,11 +30,17 @@ from fzero.runtime import MismatchError
 from fzero.runtime.sequencer import Sequencer
 from sharding import Mesh
 
-SECONDS = 20  # to tell an error on all ranks; the pool's own timeout, which a rank that waits in vain meets, is 120
+# to tell an error on all ranks; the pool's own timeout, which a rank that waits in vain meets, is
+# 120
+SECONDS = 20
 
 
 def errors_of(
-    ranks: RankPool, world_size: int, function: Callable[..., Any], *args: Any, seconds: float = SECONDS
+    ranks: RankPool,
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float = SECONDS,
 ) -> list[Exception | None]:
     """What each rank raised."""
     ranks(world_size, int)  # they have joined
@@ -49,7 +57,7 @@ def assert_all_raise(errors: list[Exception | None], kind: type[Exception], mess
             raise error or AssertionError("this rank raised nothing")
 
 
-# --- before the first step ---------------------------------------------------------------------------------------
+# --- before the first step ------------------------------------------------------------------------
 
 
 def _make_step(cfg: Any, *per_rank: Any, **options: Any) -> None:
@@ -60,9 +68,13 @@ def _make_step(cfg: Any, *per_rank: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_batch_sizes_that_do_not_fit_the_world_size_are_reported_on_every_rank(ranks: RankPool, stage: int) -> None:
+def test_batch_sizes_that_do_not_fit_the_world_size_are_reported_on_every_rank(
+    ranks: RankPool, stage: int
+) -> None:
     errors = errors_of(ranks, 3, _make_step, {**config(stage), "train_batch_size": 8})
-    assert_all_raise(errors, ConfigError, "train_batch_size: must equal .*, got 8 for 2 × 1 × 3; change one")
+    assert_all_raise(
+        errors, ConfigError, "train_batch_size: must equal .*, got 8 for 2 × 1 × 3; change one"
+    )
     sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}
     errors = errors_of(ranks, 2, _make_step, {**config(stage), **sizes})
     assert_all_raise(errors, ConfigError, "train_batch_size: must equal .*, got 8 for 8 × ")
@@ -114,12 +126,31 @@ def b_then_a() -> nn.Module:
 @pytest.mark.parametrize(
     ("models", "message"),
     [
-        ((Plain, narrow), r"parameters: .* 'blocks.0.weight' is '\(16, 16\) .*' on rank 0 and '\(8, 8\) .*' on rank 1"),
-        ((Plain, short), r"parameters: .* 'blocks.4.weight' is '\(16, 16\).*' on rank 0 and None on rank 1"),
-        ((short, Plain), r"parameters: .* 'blocks.4.weight' is None on rank 0 and '\(16, 16\).*' on rank 1"),
-        ((Plain, Plain, frozen), r"'blocks.2.scale' is .*=True' on rank 0 and .*requires_grad=False' on rank 2"),
-        ((in_half, Plain), r"'blocks.1.weight' is .*torch.float16 .* on rank 0 and .*torch.float32 .* on rank 1"),
-        ((Plain, with_buffer), r"buffers: .* 'table' is None on rank 0 and '\(3,\) torch.float32' on rank 1"),
+        (
+            (Plain, narrow),
+            r"parameters: .* 'blocks.0.weight' is '\(16, 16\) .*' on rank 0 and '\(8, 8\) .*' on "
+            r"rank 1",
+        ),
+        (
+            (Plain, short),
+            r"parameters: .* 'blocks.4.weight' is '\(16, 16\).*' on rank 0 and None on rank 1",
+        ),
+        (
+            (short, Plain),
+            r"parameters: .* 'blocks.4.weight' is None on rank 0 and '\(16, 16\).*' on rank 1",
+        ),
+        (
+            (Plain, Plain, frozen),
+            r"'blocks.2.scale' is .*=True' on rank 0 and .*requires_grad=False' on rank 2",
+        ),
+        (
+            (in_half, Plain),
+            r"'blocks.1.weight' is .*torch.float16 .* on rank 0 and .*torch.float32 .* on rank 1",
+        ),
+        (
+            (Plain, with_buffer),
+            r"buffers: .* 'table' is None on rank 0 and '\(3,\) torch.float32' on rank 1",
+        ),
         ((a_then_b, b_then_a), r"parameters: must be the same on all ranks, but 'the order' is"),
     ],
     ids=["width", "fewer", "more", "frozen", "dtype", "buffer", "order"],
@@ -127,26 +158,38 @@ def b_then_a() -> nn.Module:
 def test_ranks_with_different_models_are_reported_the_first_difference_everywhere(
     ranks: RankPool, models: Any, message: str
 ) -> None:
-    assert_all_raise(errors_of(ranks, len(models), _make_step, config(1), *models), MismatchError, message)
+    assert_all_raise(
+        errors_of(ranks, len(models), _make_step, config(1), *models), MismatchError, message
+    )
 
 
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [
         (config(1), config(2), "'zero_optimization.stage' is '1' on rank 0 and '2' on rank 1"),
-        (config(1), config(1, clip=0.5), "'gradient_clipping' is '1.0' on rank 0 and '0.5' on rank 1"),
+        (
+            config(1),
+            config(1, clip=0.5),
+            "'gradient_clipping' is '1.0' on rank 0 and '0.5' on rank 1",
+        ),
         (
             config(3),
             config(3, optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}),
             "'optimizer.params.lr' is '0.01' on rank 0 and '0.001' on rank 1",
         ),
-        (config(0), config(0, optimizer={"type": "SGD"}), "'optimizer.type' is 'AdamW' on rank 0 and 'SGD' on rank 1"),
+        (
+            config(0),
+            config(0, optimizer={"type": "SGD"}),
+            "'optimizer.type' is 'AdamW' on rank 0 and 'SGD' on rank 1",
+        ),
     ],
 )
 def test_ranks_with_different_configurations_are_reported_the_first_difference_everywhere(
     ranks: RankPool, one: Any, other: Any, message: str
 ) -> None:
-    assert_all_raise(errors_of(ranks, 2, _make_step, [one, other]), MismatchError, f"configuration: .*{message}")
+    assert_all_raise(
+        errors_of(ranks, 2, _make_step, [one, other]), MismatchError, f"configuration: .*{message}"
+    )
 
 
 def _make_step_with_arguments_of_this_rank(arguments: list[dict[str, Any]]) -> None:
@@ -156,10 +199,14 @@ def _make_step_with_arguments_of_this_rank(arguments: list[dict[str, Any]]) -> N
 def test_ranks_with_different_units_or_schedules_are_reported_everywhere(ranks: RankPool) -> None:
     units: list[dict[str, Any]] = [{"units": ["blocks"]}, {"units": None}]
     errors = errors_of(ranks, 2, _make_step_with_arguments_of_this_rank, units)
-    assert_all_raise(errors, MismatchError, "units: .* 'blocks' is '1360' on rank 0 and None on rank 1")
+    assert_all_raise(
+        errors, MismatchError, "units: .* 'blocks' is '1360' on rank 0 and None on rank 1"
+    )
     schedules = [{"schedule": "learned"}, {"schedule": "negotiated"}]
     errors = errors_of(ranks, 2, _make_step_with_arguments_of_this_rank, schedules)
-    assert_all_raise(errors, MismatchError, "'schedule' is 'learned' on rank 0 and 'negotiated' on rank 1")
+    assert_all_raise(
+        errors, MismatchError, "'schedule' is 'learned' on rank 0 and 'negotiated' on rank 1"
+    )
 
 
 def _make_step_on_mesh(mesh: Mesh) -> int:
@@ -167,50 +214,79 @@ def _make_step_on_mesh(mesh: Mesh) -> int:
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of(data=3), Mesh.of(node=2, data=2), Mesh.of(data=1)])
-def test_a_mesh_that_does_not_fit_the_job_is_reported_with_its_axes(ranks: RankPool, mesh: Mesh) -> None:
+def test_a_mesh_that_does_not_fit_the_job_is_reported_with_its_axes(
+    ranks: RankPool, mesh: Mesh
+) -> None:
     errors = errors_of(ranks, 2, _make_step_on_mesh, mesh)
-    assert_all_raise(errors, ValueError, r"mesh: its axes must hold all 2 ranks of the job, got .* in Mesh\(axes=")
+    assert_all_raise(
+        errors,
+        ValueError,
+        r"mesh: its axes must hold all 2 ranks of the job, got .* in Mesh\(axes=",
+    )
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), 4, "data", Mesh.of(world=2, data=2)], ids=str)
 def test_what_is_no_mesh_or_has_an_axis_that_means_all_ranks_is_reported(mesh: Any) -> None:
-    words = "no axis may be named 'world'" if isinstance(mesh, Mesh) else "must be a mesh of named axes, .* got"
+    words = (
+        "no axis may be named 'world'"
+        if isinstance(mesh, Mesh)
+        else "must be a mesh of named axes, .* got"
+    )
     step = fzero.make_train_step(Plain(), config(3), mesh=fzero.comms.AbstractAxis("data", 4))
     for make_on in (
         lambda: fzero.make_train_step(Plain(), config(3), mesh=mesh),
-        lambda: fzero.make_train_step(Plain(), config(3), mesh=fzero.comms.AbstractAxis("data", 4, mesh=mesh)),
+        lambda: fzero.make_train_step(
+            Plain(), config(3), mesh=fzero.comms.AbstractAxis("data", 4, mesh=mesh)
+        ),
         lambda: fzero.plan(Plain(), config(3), mesh=mesh),
         lambda: fzero.simulate(step, 4, mesh=mesh),
     ):
         with pytest.raises(ValueError, match=f"mesh: {words}"):
             make_on()
     if not isinstance(mesh, Mesh):
-        with pytest.raises(ValueError, match=r"AbstractAxis\.of: mesh must be a sharding.Mesh, got"):
+        with pytest.raises(
+            ValueError, match=r"AbstractAxis\.of: mesh must be a sharding.Mesh, got"
+        ):
             fzero.comms.AbstractAxis.of(mesh)
 
 
 OTHER_PARALLELISMS = {
-    "tensor": "tensor parallelism", "tp": "tensor parallelism", "model_parallel": "tensor parallelism",
-    "context": "context or sequence parallelism", "cp": "context or sequence parallelism",
-    "seq": "context or sequence parallelism", "sequence_parallel": "context or sequence parallelism",
-    "SP": "context or sequence parallelism", "expert": "expert parallelism", "experts": "expert parallelism",
-    "ep": "expert parallelism", "pp": "a pipeline", "stage": "a pipeline",
-}  # fmt: skip
+    "tensor": "tensor parallelism",
+    "tp": "tensor parallelism",
+    "model_parallel": "tensor parallelism",
+    "context": "context or sequence parallelism",
+    "cp": "context or sequence parallelism",
+    "seq": "context or sequence parallelism",
+    "sequence_parallel": "context or sequence parallelism",
+    "SP": "context or sequence parallelism",
+    "expert": "expert parallelism",
+    "experts": "expert parallelism",
+    "ep": "expert parallelism",
+    "pp": "a pipeline",
+    "stage": "a pipeline",
+}
 
 
 @pytest.mark.parametrize("name", OTHER_PARALLELISMS)
-def test_an_axis_that_means_another_parallelism_elsewhere_is_refused_with_what_it_means_here(name: str) -> None:
+def test_an_axis_that_means_another_parallelism_elsewhere_is_refused_with_what_it_means_here(
+    name: str,
+) -> None:
     mesh = Mesh(((name, 2), ("data", 2)))
     with pytest.raises(
-        ValueError, match=f"got '{name}' in .*, which elsewhere means {OTHER_PARALLELISMS[name]}; name it"
+        ValueError,
+        match=f"got '{name}' in .*, which elsewhere means {OTHER_PARALLELISMS[name]}; name it",
     ):
         fzero.plan(Plain(), config(3), mesh=mesh)
     fzero.plan(Plain(), config(3), mesh=Mesh(((name, 1), ("data", 4))))  # one rank is no copy
 
 
-@pytest.mark.parametrize("name", ["node", "pod", "rack", "replica", "dp_replicate", "hosts", "zone", "outer", "n"])
+@pytest.mark.parametrize(
+    "name", ["node", "pod", "rack", "replica", "dp_replicate", "hosts", "zone", "outer", "n"]
+)
 def test_an_axis_with_any_other_name_holds_copies(name: str) -> None:
-    assert fzero.plan(Plain(), config(3), mesh=Mesh(((name, 2), ("data", 2)))).replicate_axes == (name,)
+    assert fzero.plan(Plain(), config(3), mesh=Mesh(((name, 2), ("data", 2)))).replicate_axes == (
+        name,
+    )
 
 
 def test_a_mesh_that_fits_is_taken(ranks: RankPool) -> None:
@@ -220,7 +296,10 @@ def test_a_mesh_that_fits_is_taken(ranks: RankPool) -> None:
 
 
 def test_a_pattern_of_units_that_matches_nothing_is_reported_with_names_that_would() -> None:
-    message = r"units: 'layers\.\*' must match a module with parameters .* Plain's; names look like blocks, blocks\.0"
+    message = (
+        r"units: 'layers\.\*' must match a module with parameters .* Plain's; names look "
+        r"like blocks, blocks\.0"
+    )
     with pytest.raises(ValueError, match=message):
         fzero.make_train_step(Plain(), config(3), units=["blocks.*", "layers.*"])
 
@@ -256,15 +335,33 @@ def _holding(kind: str, value: Any, name: str = "a.b") -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: nn.Sequential(Equal(4, 4), Equal(4, 4)), "'0' and '1' are equal by the __eq__ of Equal, so PyTorch"),
-        (lambda: nn.Sequential(EqualWithoutHash(4, 4)), "must have hashes, .*unhashable type: 'EqualWithoutHash'"),
-        (lambda: _holding("parameters", nn.Parameter(torch.ones(4))), r"no dots, .* parameter 'a\.b' in 0 \(Linear\)"),
+        (
+            lambda: nn.Sequential(Equal(4, 4), Equal(4, 4)),
+            "'0' and '1' are equal by the __eq__ of Equal, so PyTorch",
+        ),
+        (
+            lambda: nn.Sequential(EqualWithoutHash(4, 4)),
+            "must have hashes, .*unhashable type: 'EqualWithoutHash'",
+        ),
+        (
+            lambda: _holding("parameters", nn.Parameter(torch.ones(4))),
+            r"no dots, .* parameter 'a\.b' in 0 \(Linear\)",
+        ),
         (lambda: _holding("buffers", torch.ones(4)), r"no dots, .* buffer 'a\.b' in 0 \(Linear\)"),
-        (lambda: _holding("modules", nn.Linear(4, 4)), r"no dots, .* module 'a\.b' in 0 \(Linear\)"),
+        (
+            lambda: _holding("modules", nn.Linear(4, 4)),
+            r"no dots, .* module 'a\.b' in 0 \(Linear\)",
+        ),
     ],
 )
-def test_parts_that_pytorch_does_not_find_by_their_names_are_refused(make: Callable[[], nn.Module], says: str) -> None:
-    for use in (fzero.plan, fzero.make_train_step, lambda model, cfg: fzero.initialize(model=model, config=cfg)):
+def test_parts_that_pytorch_does_not_find_by_their_names_are_refused(
+    make: Callable[[], nn.Module], says: str
+) -> None:
+    for use in (
+        fzero.plan,
+        fzero.make_train_step,
+        lambda model, cfg: fzero.initialize(model=model, config=cfg),
+    ):
         with pytest.raises(ValueError, match=f"model: .*{says}"):
             use(make(), config(1))
 
@@ -280,7 +377,7 @@ def test_a_model_without_parameters_is_refused_by_its_class() -> None:
         fzero.make_train_step(nn.ReLU(), config(1))
 
 
-# --- a step ------------------------------------------------------------------------------------------------------
+# --- a step ---------------------------------------------------------------------------------------
 
 
 def _step(per_rank: list[Any], cfg: Mapping[str, Any], loss_fn: Any = None) -> None:
@@ -291,7 +388,9 @@ def _step(per_rank: list[Any], cfg: Mapping[str, Any], loss_fn: Any = None) -> N
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_batch_of_another_size_is_reported_where_it_is_and_ends_the_other_ranks(ranks: RankPool, stage: int) -> None:
+def test_a_batch_of_another_size_is_reported_where_it_is_and_ends_the_other_ranks(
+    ranks: RankPool, stage: int
+) -> None:
     cfg = {**config(stage), "train_batch_size": GLOBAL_BATCH}
     good, bad = vectors(1, 6), vectors(1, 5)
     message = r"batch: must hold 6 samples on each rank .* and 2 ranks\), got 5"
@@ -309,7 +408,9 @@ def failing_loss(model: nn.Module, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_error_of_the_users_on_one_rank_ends_the_others(ranks: RankPool, stage: int) -> None:
-    errors = errors_of(ranks, 3, _step, [vectors(1, 4), None, vectors(1, 4)], config(stage), failing_loss)
+    errors = errors_of(
+        ranks, 3, _step, [vectors(1, 4), None, vectors(1, 4)], config(stage), failing_loss
+    )
     assert_all_raise(errors[1:2], KeyError, "the user's own error")
     assert_all_raise([errors[0], errors[2]], CollectiveError, "look for the first error")
 
@@ -340,13 +441,19 @@ class Says(nn.Module):
 )
 def test_an_output_without_a_scalar_loss_is_refused_with_what_it_was(answer: Any, got: str) -> None:
     step = fzero.make_train_step(Says(answer), config(1))
-    with pytest.raises(ValueError, match=rf"loss: Says's output must be a scalar tensor.* got {got}; pass loss_fn="):
+    with pytest.raises(
+        ValueError, match=rf"loss: Says's output must be a scalar tensor.* got {got}; pass loss_fn="
+    ):
         step(step.init(), torch.ones(3))
 
 
 def test_a_loss_fn_without_a_scalar_is_refused_by_its_own_name() -> None:
-    step = fzero.make_train_step(Says(lambda y: y), config(1), loss_fn=lambda model, batch: model(batch))
-    with pytest.raises(ValueError, match=r"loss: loss_fn must be a scalar tensor.* got a tensor of shape \(3,\)"):
+    step = fzero.make_train_step(
+        Says(lambda y: y), config(1), loss_fn=lambda model, batch: model(batch)
+    )
+    with pytest.raises(
+        ValueError, match=r"loss: loss_fn must be a scalar tensor.* got a tensor of shape \(3,\)"
+    ):
         step(step.init(), torch.ones(3))
 
 
@@ -354,22 +461,32 @@ def test_a_loss_fn_without_a_scalar_is_refused_by_its_own_name() -> None:
 @pytest.mark.parametrize("answer", [lambda y: y.detach().sum(), lambda y: torch.tensor(1.0)])
 def test_a_loss_that_depends_on_no_parameter_is_refused(answer: Any, stage: int) -> None:
     step = fzero.make_train_step(Says(answer), config(stage))
-    with pytest.raises(ValueError, match="loss: Says's output must depend on a trainable parameter and does not"):
+    with pytest.raises(
+        ValueError, match="loss: Says's output must depend on a trainable parameter and does not"
+    ):
         step(step.init(), torch.ones(3))
 
 
 def test_a_model_without_a_trainable_parameter_is_refused_at_the_step() -> None:
     step = fzero.make_train_step(Says(lambda y: y.sum()).requires_grad_(False), config(2))
-    with pytest.raises(ValueError, match=r"loss: .* must depend on a trainable parameter and does not; unfreeze one"):
+    with pytest.raises(
+        ValueError,
+        match=r"loss: .* must depend on a trainable parameter and does not; unfreeze one",
+    ):
         step(step.init(), torch.ones(3))
 
 
-UNRELATED = r"backward: the loss must depend on a trainable parameter of the model, through a forward of this step, and does not"
+UNRELATED = (
+    r"backward: the loss must depend on a trainable parameter of the model, through a "
+    r"forward of this step, and does not"
+)
 INSIDE = r"backward: must not be called inside the forward or loss_fn, .* return the loss"
 
 
 def _elsewhere(model: nn.Module, batch: Any) -> Tensor:
-    """A loss that has a gradient, and nothing to do with the model that made an output beside it."""
+    """A loss that has a gradient, and nothing to do with the model that made an output
+    beside it.
+    """
     model(*batch)
     return nn.Parameter(torch.ones(3)).square().sum()
 
@@ -382,9 +499,13 @@ def _goes_backward(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _with_bad_losses(stage: int) -> list[tuple[str, str]]:
-    """On a real rank: what a step, its parts and an engine say of such losses, each between two good ones."""
+    """On a real rank: what a step, its parts and an engine say of such losses, each
+    between two good ones.
+    """
     current: list[Any] = [lambda model, batch: model(*batch)]
-    step = fzero.make_train_step(make(Plain), config(stage), loss_fn=lambda model, batch: current[-1](model, batch))
+    step = fzero.make_train_step(
+        make(Plain), config(stage), loss_fn=lambda model, batch: current[-1](model, batch)
+    )
     batch = part(vectors(0), step.rank, step.world_size)
     state, _ = step(step.init(), batch)
     before, found = step.gather(state), []
@@ -404,7 +525,9 @@ def _with_bad_losses(stage: int) -> list[tuple[str, str]]:
     assert all(map(torch.equal, step.gather(state).values(), before.values()))
     assert int(step(state, batch)[0].step) == 2
     engine, *_ = fzero.initialize(model=make(Plain), config=config(stage))
-    weights = {name: weight.clone() for name, weight in engine.train_step.gather(engine.state).items()}
+    weights = {
+        name: weight.clone() for name, weight in engine.train_step.gather(engine.state).items()
+    }
     with pytest.raises(ValueError, match="backward: ") as caught:
         engine.backward(_elsewhere(engine, batch))
     found.append(("_elsewhere", str(caught.value)))
@@ -448,15 +571,19 @@ def test_a_plan_is_for_a_positive_number_of_ranks(world_size: Any) -> None:
     assert fzero.plan(Plain(), config(1)).world_size == 1
 
 
-# --- numbers that are not finite ---------------------------------------------------------------------------------
+# --- numbers that are not finite ------------------------------------------------------------------
 
 
 class Rooted(nn.Module):
-    """Batch norm, dropout and a root: a state of every kind, and an infinite gradient of a finite loss at x = 0."""
+    """Batch norm, dropout and a root: a state of every kind, and an infinite gradient
+    of a finite loss at x = 0.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 16))
+        self.layers = nn.Sequential(
+            nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 16)
+        )
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor, y: Tensor, poison: Tensor) -> Tensor:
@@ -466,13 +593,17 @@ class Rooted(nn.Module):
 
 def poisoned(step: int, value: float) -> tuple[Tensor, ...]:
     """A batch whose last rows, those of the last rank, hold `value`. 1 is harmless."""
-    return *vectors(step), torch.ones(GLOBAL_BATCH).index_fill(0, torch.tensor([GLOBAL_BATCH - 1]), value)
+    return *vectors(step), torch.ones(GLOBAL_BATCH).index_fill(
+        0, torch.tensor([GLOBAL_BATCH - 1]), value
+    )
 
 
 def _survives(stage: int, bad_at: int, value: float) -> tuple[str, bool, bool]:
-    """Three good steps, and a bad one before the one numbered `bad_at`, whose error is caught.
+    """Three good steps, and a bad one before the one numbered `bad_at`, whose error is
+    caught.
 
-    The error, whether the state stayed, and whether the end is that of a run that never met the bad batch.
+    The error, whether the state stayed, and whether the end is that of a run that never
+    met the bad batch.
     """
     ends, message, stayed = [], "", False
     for meets_it in (True, False):
@@ -484,7 +615,9 @@ def _survives(stage: int, bad_at: int, value: float) -> tuple[str, bool, bool]:
                 with pytest.raises(FloatingPointError) as caught:
                     step(state, part(poisoned(99, value), step.rank, step.world_size))
                 message = str(caught.value)
-                same = optree.tree_map(torch.equal, state._replace(grads={}), kept._replace(grads={}))
+                same = optree.tree_map(
+                    torch.equal, state._replace(grads={}), kept._replace(grads={})
+                )
                 stayed = all(optree.tree_leaves(same))
             state, _ = step(state, part(poisoned(index, 1.0), step.rank, step.world_size))
         ends.append(state)
@@ -501,7 +634,8 @@ def _survives(stage: int, bad_at: int, value: float) -> tuple[str, bool, bool]:
         (float("inf"), r"loss is not finite on ranks \[1\] \(losses \[\d.*, inf\]"),
         (
             0.0,
-            r"loss is \d.*, its gradient is not finite \(losses \[\d.*, \d.*\], gradient norm (nan|inf), first parameter '\w+'\)",
+            r"loss is \d.*, its gradient is not finite \(losses \[\d.*, \d.*\], gradient norm "
+            r"(nan|inf), first parameter '\w+'\)",
         ),
     ],
     ids=["nan", "inf", "gradient"],
@@ -518,7 +652,9 @@ def test_what_is_not_finite_on_one_rank_is_reported_on_every_rank_and_the_step_n
 
 
 def _goes_on(stage: int, where: str) -> bool:
-    """Whether a run ends alike with and without a batch in whose middle every rank raises."""
+    """Whether a run ends alike with and without a batch in whose middle every rank
+    raises.
+    """
 
     def loss_of(model: torch.nn.Module, batch: Any) -> Tensor:
         x, y, raises = batch
@@ -542,7 +678,9 @@ def _goes_on(stage: int, where: str) -> bool:
             state, _ = step(state, (x, y, False))
         ends.append(state)
     return all(
-        optree.tree_leaves(optree.tree_map(lambda *x: torch.equal(x[0], x[1]) and torch.equal(x[1], x[2]), *ends))
+        optree.tree_leaves(
+            optree.tree_map(lambda *x: torch.equal(x[0], x[1]) and torch.equal(x[1], x[2]), *ends)
+        )
     )
 
 
@@ -580,7 +718,9 @@ def _raises_elsewhere(stage: int) -> None:
 
 def test_ranks_that_raise_at_different_places_and_go_on_are_reported(ranks: RankPool) -> None:
     errors = errors_of(ranks, 3, _raises_elsewhere, 0)
-    assert_all_raise(errors, CollectiveError, "the ranks are in different steps|the collective failed")
+    assert_all_raise(
+        errors, CollectiveError, "the ranks are in different steps|the collective failed"
+    )
     assert any("the ranks are in different steps" in str(error) for error in errors)
 
 
@@ -599,16 +739,19 @@ def _gathers() -> list[float]:
     return gathered
 
 
-def test_what_a_job_did_not_start_any_more_does_not_reach_the_group_that_is_joined_next(ranks: RankPool) -> None:
+def test_what_a_job_did_not_start_any_more_does_not_reach_the_group_that_is_joined_next(
+    ranks: RankPool,
+) -> None:
     assert_all_raise(errors_of(ranks, 2, _leaves_a_late_start), ZeroDivisionError, "as planned")
     assert ranks(2, _gathers) == [[0.0] * 4 + [1.0] * 4] * 2
 
 
-# --- units that run on some ranks only ---------------------------------------------------------------------------
+# --- units that run on some ranks only ------------------------------------------------------------
 
 
 class Routed(nn.Module):
-    """Blocks of which a batch names those to run, as the bits of its first number, and whether backwards.
+    """Blocks of which a batch names those to run, as the bits of its first number, and
+    whether backwards.
 
     So each rank runs what its own rows name.
     """
@@ -629,7 +772,9 @@ class Routed(nn.Module):
 
 
 class Tailless(Routed):
-    """No unit after the blocks, so that the last one that runs is another one on each rank."""
+    """No unit after the blocks, so that the last one that runs is another one on each
+    rank.
+    """
 
     def __init__(self) -> None:
         super().__init__(tail=False)
@@ -645,11 +790,16 @@ def routed(step: int, bits: list[int], backwards: bool = False) -> tuple[Tensor,
 
 
 def skips(step: int, world_size: int) -> tuple[Tensor, ...]:
-    """In the first step every block runs on a rank and no rank runs them all; then each does as chance will."""
+    """In the first step every block runs on a rank and no rank runs them all; then each
+    does as chance will.
+    """
     if step == 0:
         return routed(step, [0b0101, 0b1010, 0b0011][:world_size])
     return routed(
-        step, torch.randint(0, ALL + 1, (world_size,), generator=torch.Generator().manual_seed(step)).tolist()
+        step,
+        torch.randint(
+            0, ALL + 1, (world_size,), generator=torch.Generator().manual_seed(step)
+        ).tolist(),
     )
 
 
@@ -665,13 +815,20 @@ def all_then_skips_on_2(step: int) -> Any:
     return routed(0, [ALL, ALL]) if step == 0 else skips(step, 2)
 
 
-def assert_trains_like_the_oracle(found: list[Any], model: type[nn.Module], data: Any, num_steps: int) -> None:
-    """The oracle plays all ranks in one process: mean gradients, with zeros where a rank skipped."""
+def assert_trains_like_the_oracle(
+    found: list[Any], model: type[nn.Module], data: Any, num_steps: int
+) -> None:
+    """The oracle plays all ranks in one process: mean gradients, with zeros where a
+    rank skipped.
+    """
     curve, weights = train_plainly(model, data, adamw, num_steps=num_steps, num_parts=len(found))
     for found_curve, found_weights in found:
         assert found_curve == found[0][0]
-        # Rounding only; Adam may turn a last-bit difference of a gradient near zero into a part of lr = 1e-2.
-        torch.testing.assert_close(torch.tensor(found_curve), torch.tensor(curve), rtol=2e-6, atol=2e-6)
+        # Rounding only; Adam may turn a last-bit difference of a gradient near zero into a part of
+        # lr = 1e-2.
+        torch.testing.assert_close(
+            torch.tensor(found_curve), torch.tensor(curve), rtol=2e-6, atol=2e-6
+        )
         torch.testing.assert_close(found_weights, weights, rtol=0, atol=1e-5)
 
 
@@ -679,7 +836,9 @@ def assert_trains_like_the_oracle(found: list[Any], model: type[nn.Module], data
 @pytest.mark.parametrize("schedule", ["learned", "negotiated"])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
-    ("world_size", "data"), [(2, skips_on_2), (3, skips_on_3), (2, all_then_skips_on_2)], ids=["2", "3", "2, all first"]
+    ("world_size", "data"),
+    [(2, skips_on_2), (3, skips_on_3), (2, all_then_skips_on_2)],
+    ids=["2", "3", "2, all first"],
 )
 def test_a_unit_that_some_ranks_skip_trains_with_zero_gradients_there(
     ranks: RankPool, world_size: int, data: Any, stage: int, schedule: str
@@ -697,7 +856,9 @@ def _train(model: Any, data: Any, cfg: Any, num_steps: int, schedule: Any, **opt
 def test_the_events_of_ranks_that_skip_units_pass_the_checker(
     ranks: RankPool, world_size: int, data: Any, schedule: str
 ) -> None:
-    """What each rank executes on tensors, in the steps that negotiate and in those that follow."""
+    """What each rank executes on tensors, in the steps that negotiate and in those that
+    follow.
+    """
     rules = fzero.plan(make(Routed), config(3), world_size=world_size).unit_rules
     steps_by_rank = ranks(world_size, _executed, data, schedule)
     for step, executed in enumerate(zip(*steps_by_rank, strict=True)):
@@ -724,7 +885,9 @@ def skips_all_at_first(step: int) -> Any:
 
 
 def ends_elsewhere(step: int) -> Any:
-    """Block 2 ends the first forward of the one rank that runs it, which then needs no second gather."""
+    """Block 2 ends the first forward of the one rank that runs it, which then needs no
+    second gather.
+    """
     return routed(step, [0b0111, 0b1011] if step == 0 else [ALL, ALL])
 
 
@@ -745,11 +908,15 @@ def test_a_rank_that_alone_needs_another_order_is_named_and_no_rank_hangs(ranks:
     assert_all_raise(reported, ScheduleError, message)
 
 
-@pytest.mark.parametrize(("model", "data"), [(Routed, skips_all_at_first), (Tailless, ends_elsewhere)])
+@pytest.mark.parametrize(
+    ("model", "data"), [(Routed, skips_all_at_first), (Tailless, ends_elsewhere)]
+)
 def test_a_block_that_no_rank_runs_at_first_trains_with_the_learned_order(
     ranks: RankPool, model: Any, data: Any
 ) -> None:
-    assert_trains_like_the_oracle(ranks(2, _train, model, data, config(3), 4, "learned"), model, data, 4)
+    assert_trains_like_the_oracle(
+        ranks(2, _train, model, data, config(3), 4, "learned"), model, data, 4
+    )
 
 
 @CHANGES
@@ -764,15 +931,22 @@ def test_a_negotiated_schedule_or_a_stage_without_gathers_trains_in_any_order(
 def _evaluate(stage: int) -> list[float]:
     step = fzero.make_train_step(make(Routed), config(stage))
     state = step.init()
-    return [step.evaluate(state, part(skips(index, 2), step.rank, step.world_size)).item() for index in range(4)]
+    return [
+        step.evaluate(state, part(skips(index, 2), step.rank, step.world_size)).item()
+        for index in range(4)
+    ]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_evaluation_may_skip_units_as_well(ranks: RankPool, stage: int) -> None:
     module = make(Routed)
-    expected = [sum(module(*part(skips(index, 2), rank, 2)).item() for rank in range(2)) / 2 for index in range(4)]
+    expected = [
+        sum(module(*part(skips(index, 2), rank, 2)).item() for rank in range(2)) / 2
+        for index in range(4)
+    ]
     for losses in ranks(2, _evaluate, stage):
-        assert losses == pytest.approx(expected, rel=2e-6)  # batches are cut and added in the same order
+        # batches are cut and added in the same order
+        assert losses == pytest.approx(expected, rel=2e-6)
 
 
 class Expert(nn.Module):
@@ -785,7 +959,9 @@ class Expert(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """Each row goes to the expert that the router likes best; an expert without rows does not run."""
+    """Each row goes to the expert that the router likes best; an expert without rows
+    does not run.
+    """
 
     def __init__(self, width: int, num_experts: int) -> None:
         super().__init__()
@@ -815,7 +991,9 @@ class MoE(nn.Module):
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_mixture_of_experts_inside_blocks_trains_by_default(ranks: RankPool, world_size: int, stage: int) -> None:
+def test_a_mixture_of_experts_inside_blocks_trains_by_default(
+    ranks: RankPool, world_size: int, stage: int
+) -> None:
     # 12 rows on 8 experts: on each of the ranks other experts have no rows, in every step
     found = ranks(world_size, _train, MoE, vectors, config(stage), 6, "learned")
     assert_trains_like_the_oracle(found, MoE, vectors, 6)
@@ -835,13 +1013,24 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         one, other = self.one.weight.clone(), self.other.weight.clone()
-        branches = (lambda x: x @ one, lambda x: torch.tanh(x @ other)) if self.clones else (self.one, self.other)
+        branches = (
+            (lambda x: x @ one, lambda x: torch.tanh(x @ other))
+            if self.clones
+            else (self.one, self.other)
+        )
         return nn.functional.mse_loss(torch.cond(x.sum() > 0, *branches, (x,)), y)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_branches_of_torch_cond_take_clones_of_parameters_and_name_what_else_they_read(stage: int) -> None:
-    losses, plain = train(lambda: Branches(True), vectors, config(stage), num_steps=3)[0], make(lambda: Branches(True))
+def test_branches_of_torch_cond_take_clones_of_parameters_and_name_what_else_they_read(
+    stage: int,
+) -> None:
+    losses, plain = (
+        train(lambda: Branches(True), vectors, config(stage), num_steps=3)[0],
+        make(lambda: Branches(True)),
+    )
     assert losses[0][0] == pytest.approx(plain(*vectors(0)).item())
-    with pytest.raises(ValueError, match=r"functions given to torch.cond, .* must not read parameters or modules"):
+    with pytest.raises(
+        ValueError, match=r"functions given to torch.cond, .* must not read parameters or modules"
+    ):
         train(lambda: Branches(False), vectors, config(stage), num_steps=1)

@@ -1,4 +1,6 @@
-"""The laws of other weights: a state with an average of weights evaluates, gathers, saves and exports that average."""
+"""The laws of other weights: a state with an average of weights evaluates, gathers,
+saves and exports that average.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,26 @@ MODEL = functools.partial(Plain, num_blocks=2)
 
 
 def _averaged(step: Any, batches: list[Any]) -> tuple[Any, Any, dict[str, Tensor]]:
-    """Three steps: the state before the last one and after it, and a running mean of the weights."""
+    """Three steps: the state before the last one and after it, and a running mean of
+    the weights.
+    """
     state = step.init()
     mean = optree.tree_map(lambda x: x.double(), step.weights(state))
     for batch in batches:
         before = optree.tree_map(torch.clone, state)
         state, _ = step(state, batch)
-        mean = optree.tree_map(lambda x, weight: torch.lerp(x, weight.double(), 0.25), mean, step.weights(state))
+        mean = optree.tree_map(
+            lambda x, weight: torch.lerp(x, weight.double(), 0.25), mean, step.weights(state)
+        )
     return before, state, mean
 
 
-def _check(step: Any, batches: list[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], float, float]:
-    """The mean by name, what a state with it gathers, what it evaluates to, and what a new state of those weights does."""
+def _check(
+    step: Any, batches: list[Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], float, float]:
+    """The mean by name, what a state with it gathers, what it evaluates to, and what a
+    new state of those weights does.
+    """
     before, state, mean = _averaged(step, batches)
     given = optree.tree_map(torch.clone, mean)
     other = step.with_weights(state, mean)
@@ -63,7 +73,9 @@ def test_an_average_of_weights_evaluates_and_gathers_as_a_new_state_with_it(
     ranks: RankPool, keys: dict[str, Any]
 ) -> None:
     expected = _on_a_rank(0, keys)
-    assert expected[2] == expected[3] and all(map(torch.equal, expected[0].values(), expected[1].values()))
+    assert expected[2] == expected[3] and all(
+        map(torch.equal, expected[0].values(), expected[1].values())
+    )
     for stage in range(4):
         for whole, fresh, loss, fresh_loss in ranks(2, _on_a_rank, stage, keys):
             assert loss == fresh_loss and all(map(torch.equal, whole.values(), fresh.values()))

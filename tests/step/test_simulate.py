@@ -1,4 +1,6 @@
-"""The laws of simulated ranks: a job's bits in lockstep, and whatever goes wrong reported as a job would."""
+"""The laws of simulated ranks: a job's bits in lockstep, and whatever goes wrong
+reported as a job would.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 
 
 class Noisy(nn.Module):
-    """Random numbers in the forward, running statistics, and a count of its own in Python."""
+    """Random numbers in the forward, running statistics, and a count of its own in
+    Python.
+    """
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.2)) for _ in range(3)
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.2))
+            for _ in range(3)
         )
         self.num_calls = 0
 
@@ -72,7 +77,9 @@ CASES = {
     "checkpointed": Case(Noisy, vectors, {}, {"units": ["blocks.*"], "checkpoint": 1}),
     "bf16": Case(Odd, tokens, {"bf16": {"enabled": True}}),
     "overflows": Case(
-        Plain, vectors, {"fp16": {"enabled": True, "initial_scale_power": 24, "auto_cast": True, "hysteresis": 1}}
+        Plain,
+        vectors,
+        {"fp16": {"enabled": True, "initial_scale_power": 24, "auto_cast": True, "hysteresis": 1}},
     ),
     "autocast": Case(Plain, vectors, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     "muon": Case(Odd, tokens, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}),
@@ -85,7 +92,9 @@ CASES = {
 
 
 def _step(case: Case, stage: int) -> fzero.TrainStep:
-    return fzero.make_train_step(make(case.model), config(stage) | {"optimizer": ADAM} | case.cfg, **case.options)
+    return fzero.make_train_step(
+        make(case.model), config(stage) | {"optimizer": ADAM} | case.cfg, **case.options
+    )
 
 
 def _on_a_rank(case: str, stage: int, num_steps: int) -> tuple[Any, list[fzero.Metrics]]:
@@ -132,7 +141,9 @@ def assert_same(state: Any, other: Any) -> None:
     others, same = optree.tree_flatten(other)
     assert same == treespec
     for path, x, y in zip(paths, leaves, others, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True, msg=lambda text, path=path: f"{path}: {text}")
+        torch.testing.assert_close(
+            x, y, rtol=0, atol=0, equal_nan=True, msg=lambda text, path=path: f"{path}: {text}"
+        )
 
 
 def test_ranks_in_lockstep_compute_with_the_callers_number_of_threads() -> None:
@@ -158,19 +169,24 @@ def test_so_many_ranks_are_the_plain_loop_on_the_global_batch(stage: int) -> Non
         return tokens(index, 64)
 
     world_size = 32
-    simulated = fzero.simulate(fzero.make_train_step(make(Odd), config(stage)), world_size, by="lockstep")
+    simulated = fzero.simulate(
+        fzero.make_train_step(make(Odd), config(stage)), world_size, by="lockstep"
+    )
     state, curve = simulated.init(), []
     for index in range(3):
         state, metrics = simulated(state, for_ranks(data(index), world_size))
         curve.append((metrics.loss.item(), metrics.grad_norm.item()))
     plain_curve, plain_weights = train_plainly(Odd, data, adamw, num_steps=3)
-    # Rounding only, as in test_stages: a mean of means is another sum, and AdamW turns last bits into parts of lr = 1e-2.
+    # Rounding only, as in test_stages: a mean of means is another sum, and AdamW turns last bits
+    # into parts of lr = 1e-2.
     torch.testing.assert_close(torch.tensor(curve), torch.tensor(plain_curve), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(simulated.gather(state), plain_weights, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("by", ["vmap", "lockstep"])
-def test_a_simulated_state_is_donated_and_a_simulated_step_leaves_the_process_as_it_was(by: Any) -> None:
+def test_a_simulated_state_is_donated_and_a_simulated_step_leaves_the_process_as_it_was(
+    by: Any,
+) -> None:
     simulated = fzero.simulate(_step(CASES["noisy"], 2), 2, by=by)
     state = simulated.init()
     torch.manual_seed(3)
@@ -182,7 +198,9 @@ def test_a_simulated_state_is_donated_and_a_simulated_step_leaves_the_process_as
 
 @pytest.mark.parametrize("by", ["vmap", "lockstep"])
 def test_an_undonated_simulated_state_stays_good(by: Any) -> None:
-    simulated = fzero.simulate(fzero.make_train_step(make(Plain), config(2), donate=False), 3, by=by)
+    simulated = fzero.simulate(
+        fzero.make_train_step(make(Plain), config(2), donate=False), 3, by=by
+    )
     state = simulated.init()
     kept = optree.tree_map(torch.clone, state)
     new, _ = simulated(state, for_ranks(vectors(0), 3))
@@ -194,7 +212,10 @@ def test_micro_batches_may_come_from_an_iterator() -> None:
     cfg = config(2) | {"train_batch_size": 12, "gradient_accumulation_steps": 3}
     simulated = fzero.simulate(fzero.make_train_step(make(Plain), cfg), 2, by="lockstep")
     at_once, _ = simulated(simulated.init(), for_ranks(vectors(0), 2))
-    given = [stacked([part(part(vectors(0), rank, 2), index, 3) for rank in range(2)]) for index in range(3)]
+    given = [
+        stacked([part(part(vectors(0), rank, 2), index, 3) for rank in range(2)])
+        for index in range(3)
+    ]
     one_by_one, _ = simulated(simulated.init(), iter(given))
     assert_same(at_once, one_by_one)
     with pytest.raises(ValueError, match="must give 3 micro-batches"):
@@ -207,17 +228,30 @@ def test_evaluation_and_weights_are_those_of_one_process() -> None:
     state, alone = simulated.init(), step.init()
     assert_same(simulated.gather(state), step.gather(alone))
     loss = simulated.evaluate(state, for_ranks(tokens(0), 4))
-    torch.testing.assert_close(loss, step.evaluate(alone, tokens(0)), rtol=2e-6, atol=0)  # a mean of four means
+    # a mean of four means
+    torch.testing.assert_close(loss, step.evaluate(alone, tokens(0)), rtol=2e-6, atol=0)
 
 
-# --- ranks as a dimension ----------------------------------------------------------------------------------------
+# --- ranks as a dimension -------------------------------------------------------------------------
 
 SGD = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.5}}
-VMAPPED = ("plain", "odd", "noisy", "checkpointed", "bf16", "overflows", "autocast", "gpt2", "resnet")
+VMAPPED = (
+    "plain",
+    "odd",
+    "noisy",
+    "checkpointed",
+    "bf16",
+    "overflows",
+    "autocast",
+    "gpt2",
+    "resnet",
+)
 NARROW = {"bf16": 2**-7, "autocast": 2**-7}
 
 
-def _run(simulated: fzero.simulation.LockstepRanks, case: Case, num_steps: int) -> tuple[Any, list[fzero.Metrics]]:
+def _run(
+    simulated: fzero.simulation.LockstepRanks, case: Case, num_steps: int
+) -> tuple[Any, list[fzero.Metrics]]:
     state, curve = simulated.init(), []
     for index in range(num_steps):
         state, metrics = simulated(state, for_ranks(case.data(index), simulated.world_size))
@@ -226,10 +260,12 @@ def _run(simulated: fzero.simulation.LockstepRanks, case: Case, num_steps: int) 
 
 
 def assert_near(found: Any, expected: Any, *, rounding: float) -> None:
-    """Two runs of SGD in the same arithmetic, but for the order in which a batched product adds up.
+    """Two runs of SGD in the same arithmetic, but for the order in which a batched
+    product adds up.
 
-    `rounding` is that of one gradient or loss, relative to the largest: some 2^6 sums of the dtype's last bit. Three
-    clipped gradients (norm 1 or less) then move a weight by no more than 3 · lr · 2 (momentum) times that.
+    `rounding` is that of one gradient or loss, relative to the largest: some 2^6 sums
+    of the dtype's last bit. Three clipped gradients (norm 1 or less) then move a weight
+    by no more than 3 · lr · 2 (momentum) times that.
     """
     (state, curve), (others, expected_curve) = found, expected
     for metrics, other in zip(curve, expected_curve, strict=True):
@@ -238,8 +274,12 @@ def assert_near(found: Any, expected: Any, *, rounding: float) -> None:
         for mine, theirs in ((state.params, others.params), (state.master, others.master)):
             if key in mine:  # a 16-bit parameter may also round to its neighbour
                 ulp = rounding if mine[key].dtype == torch.bfloat16 else 0
-                torch.testing.assert_close(mine[key], theirs[key], rtol=ulp, atol=3 * 0.01 * 2 * rounding)
-    assert_same((state.step, state.rng, state.loss_scale), (others.step, others.rng, others.loss_scale))
+                torch.testing.assert_close(
+                    mine[key], theirs[key], rtol=ulp, atol=3 * 0.01 * 2 * rounding
+                )
+    assert_same(
+        (state.step, state.rng, state.loss_scale), (others.step, others.rng, others.loss_scale)
+    )
 
 
 @pytest.mark.covering(1)
@@ -253,7 +293,9 @@ def test_ranks_as_a_dimension_are_ranks_in_lockstep_to_rounding(name: str, stage
 
 
 @pytest.mark.covering(0)
-@pytest.mark.parametrize(("name", "stage"), [("plain", 0), ("odd", 1), ("bf16", 2), ("overflows", 3)])
+@pytest.mark.parametrize(
+    ("name", "stage"), [("plain", 0), ("odd", 1), ("bf16", 2), ("overflows", 3)]
+)
 def test_a_captured_simulation_is_the_eager_one_to_rounding(name: str, stage: int) -> None:
     case = CASES[name]._replace(cfg=CASES[name].cfg | {"optimizer": SGD})
     captured = fzero.simulate(_step(case, stage), 3, by="vmap", compile="aot_eager")
@@ -265,7 +307,9 @@ def test_a_captured_simulation_is_the_eager_one_to_rounding(name: str, stage: in
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "Lion"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_sixty_four_ranks_at_once_are_the_plain_loop_on_the_global_batch(stage: int, optimizer: str) -> None:
+def test_sixty_four_ranks_at_once_are_the_plain_loop_on_the_global_batch(
+    stage: int, optimizer: str
+) -> None:
     def data(index: int) -> Any:
         return tokens(index, 128)
 
@@ -279,10 +323,14 @@ def test_sixty_four_ranks_at_once_are_the_plain_loop_on_the_global_batch(stage: 
             state, metrics = simulated(state, for_ranks(data(index), world_size))
             curve.append((metrics.loss.item(), metrics.grad_norm.item()))
         results.append((torch.tensor(curve), simulated.gather(state)))
-    # Rounding only, as above; these optimizers turn the last bits of a gradient near zero into parts of 3 · lr.
+    # Rounding only, as above; these optimizers turn the last bits of a gradient near zero into
+    # parts of 3 · lr.
     torch.testing.assert_close(results[0][0], results[1][0], rtol=4e-6, atol=4e-6)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=3 * 1e-3 * 2)
-    different = torch.cat([(results[0][1][k] - results[1][1][k]).flatten().abs() for k in results[0][1]]) > 1e-5
+    different = (
+        torch.cat([(results[0][1][k] - results[1][1][k]).flatten().abs() for k in results[0][1]])
+        > 1e-5
+    )
     assert different.double().mean() < 0.01
 
 
@@ -315,12 +363,17 @@ def test_a_backward_of_its_own_is_honoured_or_refused() -> None:
     found, expected = _run(by_vmap, case, 2), _run(in_turn, case, 2)
     assert_near(found, expected, rounding=2.0**-17)
     captured = fzero.simulate(_step(case, 3), 2, by="vmap", compile="aot_eager")
-    with pytest.raises(fzero.comms.VmapError, match=r"Poisoned is a torch.autograd.Function, whose backward a capture"):
+    with pytest.raises(
+        fzero.comms.VmapError,
+        match=r"Poisoned is a torch.autograd.Function, whose backward a capture",
+    ):
         _run(captured, case, 1)
 
 
 class Padded(nn.Module):
-    """An embedding whose padding gets no gradient, and a forward that asks whether there are gradients."""
+    """An embedding whose padding gets no gradient, and a forward that asks whether
+    there are gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,18 +397,24 @@ def _padded(by: Any, model: nn.Module, **options: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": "aot_eager"}], ids=["eager", "graph"])
-def test_padding_has_no_gradient_and_a_forward_may_ask_for_gradients_on_all_ranks_at_once(options: Any) -> None:
+def test_padding_has_no_gradient_and_a_forward_may_ask_for_gradients_on_all_ranks_at_once(
+    options: Any,
+) -> None:
     found = _padded("vmap", make(Padded), **options)
     assert found == pytest.approx(_padded("lockstep", make(Padded)), rel=1e-5)
 
 
 def test_a_backward_hook_of_a_module_is_refused_by_vmap_and_run_in_lockstep() -> None:
     model = make(Padded)
-    model.head.register_full_backward_hook(lambda module, of_inputs, of_outputs: (2 * of_inputs[0],))  # type: ignore[operator, union-attr]
+    model.head.register_full_backward_hook(
+        lambda module, of_inputs, of_outputs: (2 * of_inputs[0],)
+    )  # type: ignore[operator, union-attr]
     with pytest.raises(fzero.comms.VmapError, match="by='lockstep'"):
         _padded("vmap", model)
     with pytest.warns(UserWarning, match="lockstep"):
-        assert _padded(None, model) == _padded("lockstep", model) != _padded("lockstep", make(Padded))
+        assert (
+            _padded(None, model) == _padded("lockstep", model) != _padded("lockstep", make(Padded))
+        )
 
 
 def test_what_vmap_cannot_do_is_reported_or_done_in_lockstep() -> None:
@@ -365,7 +424,8 @@ def test_what_vmap_cannot_do_is_reported_or_done_in_lockstep() -> None:
 
     case = Case(Reads, vectors)
     with pytest.raises(
-        fzero.comms.VmapError, match=r"cannot run this step for all ranks at once: .*item.*by='lockstep'"
+        fzero.comms.VmapError,
+        match=r"cannot run this step for all ranks at once: .*item.*by='lockstep'",
     ):
         _run(fzero.simulate(_step(case, 2), 2, by="vmap"), case, 1)
     with pytest.warns(UserWarning, match="the ranks run in lockstep, which takes longer") as warned:
@@ -378,10 +438,16 @@ def test_what_vmap_cannot_do_is_reported_or_done_in_lockstep() -> None:
     with pytest.raises(fzero.ConfigError, match="must be elementwise"):
         fzero.simulate(_step(CASES["muon"], 2), 2, by="vmap")
     with pytest.raises(fzero.comms.VmapError, match="draws random numbers in a graph of all ranks"):
-        _run(fzero.simulate(_step(CASES["noisy"], 0), 2, by="vmap", compile="aot_eager"), CASES["noisy"], 1)
+        _run(
+            fzero.simulate(_step(CASES["noisy"], 0), 2, by="vmap", compile="aot_eager"),
+            CASES["noisy"],
+            1,
+        )
 
 
-def test_an_error_of_the_batch_or_the_model_is_raised_as_it_is_and_changes_no_way(recwarn: Any) -> None:
+def test_an_error_of_the_batch_or_the_model_is_raised_as_it_is_and_changes_no_way(
+    recwarn: Any,
+) -> None:
     class Fussy(Plain):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             if x.shape[-1] == 12:
@@ -426,7 +492,9 @@ def test_an_update_that_fails_half_way_is_not_made_again_in_lockstep() -> None:
         return fzero.Transform(plain.init, update, plain.specs)
 
     is_training = False
-    simulated = fzero.simulate(fzero.make_train_step(make(Plain), config(0), transform=fails_in_the_end), 2)
+    simulated = fzero.simulate(
+        fzero.make_train_step(make(Plain), config(0), transform=fails_in_the_end), 2
+    )
     state = simulated.init()
     is_training = True
     with pytest.raises(RuntimeError, match="not enough memory"):
@@ -440,17 +508,23 @@ def test_an_error_of_all_ranks_at_once_names_the_rank_and_the_parameter() -> Non
     kept = optree.tree_map(torch.clone, state)
     batch = for_ranks(vectors(0), 3)
     batch[0][1].fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match=r"not finite on ranks \[1\].*first parameter 'blocks.0.weight'"):
+    with pytest.raises(
+        FloatingPointError, match=r"not finite on ranks \[1\].*first parameter 'blocks.0.weight'"
+    ):
         simulated(state, batch)
     assert_same(state._replace(grads=kept.grads), kept)
     simulated(state, for_ranks(vectors(0), 3))
 
 
 def test_a_simulated_state_is_resharded_as_real_ones_are() -> None:
-    before, after = (fzero.simulate(_step(CASES["noisy"], stage), size) for stage, size in ((1, 2), (3, 3)))
+    before, after = (
+        fzero.simulate(_step(CASES["noisy"], stage), size) for stage, size in ((1, 2), (3, 3))
+    )
     state, _ = before(before.init(), for_ranks(vectors(0, 24), 2))
     moved = fzero.reshard(state, before, after)
-    expected = fzero.resharding.reshard_all(fzero.simulation.unstacked(state, 2), before.steps[0], after.steps[0])
+    expected = fzero.resharding.reshard_all(
+        fzero.simulation.unstacked(state, 2), before.steps[0], after.steps[0]
+    )
     assert_same(moved, stacked(expected))
     assert_same(after.gather(moved), before.gather(state))
     after(moved, for_ranks(vectors(1, 24), 3))
@@ -458,7 +532,7 @@ def test_a_simulated_state_is_resharded_as_real_ones_are() -> None:
         fzero.reshard(state, before, after.steps[0])
 
 
-# --- what goes wrong ---------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 def test_an_error_on_one_rank_is_raised_with_its_rank() -> None:
@@ -474,7 +548,9 @@ def test_an_error_on_one_rank_is_raised_with_its_rank() -> None:
     def fails_on_rank_2(rank: int) -> Any:
         if rank == 2:
             raise KeyError("only here")
-        return simulated.steps[rank].evaluate(fzero.simulation.unstacked(state, 3)[rank], part(vectors(0), rank, 3))
+        return simulated.steps[rank].evaluate(
+            fzero.simulation.unstacked(state, 3)[rank], part(vectors(0), rank, 3)
+        )
 
     with pytest.raises(KeyError, match="only here") as raised:
         simulated.on_each(fails_on_rank_2)
@@ -505,7 +581,9 @@ def test_messages_arrive_in_order_whenever_they_are_looked_at() -> None:
 
 
 class Dropping(Plain):
-    """Layer drop: skips each block with a probability, drawn by each rank for itself or alike."""
+    """Layer drop: skips each block with a probability, drawn by each rank for itself or
+    alike.
+    """
 
     probability, is_alike, num_calls = 0.0, False, 0
 
@@ -519,13 +597,20 @@ class Dropping(Plain):
 
 
 def _dropped(
-    stage: int, num_ranks: int, num_steps: int, probability: float, is_alike: bool, keys: dict[str, Any]
+    stage: int,
+    num_ranks: int,
+    num_steps: int,
+    probability: float,
+    is_alike: bool,
+    keys: dict[str, Any],
 ) -> list[Tensor]:
     model = make(functools.partial(Dropping, num_blocks=3))
     model.probability, model.is_alike = probability, is_alike
     model.register_parameter("offset", nn.Parameter(torch.zeros(())))
     model.register_forward_pre_hook(lambda module, args: (args[0] + module.offset, args[1]))
-    simulated = fzero.simulate(fzero.make_train_step(model, config(stage) | keys), num_ranks, by="lockstep")
+    simulated = fzero.simulate(
+        fzero.make_train_step(model, config(stage) | keys), num_ranks, by="lockstep"
+    )
     state = simulated.init()
     losses = []
     for index in range(num_steps):
@@ -557,7 +642,9 @@ def test_layer_drop_trains_with_the_learned_order_as_in_stage_2(
 
 
 class Switching(Plain):
-    """Runs its blocks the other way round from the second step on; or on one rank alone."""
+    """Runs its blocks the other way round from the second step on; or on one rank
+    alone.
+    """
 
     is_alone = False
 
@@ -568,10 +655,14 @@ class Switching(Plain):
         return nn.functional.mse_loss(x, y)
 
 
-def test_ranks_that_depart_from_the_order_together_negotiate_and_one_that_does_alone_is_reported() -> None:
+def test_ranks_that_depart_from_the_order_together_negotiate_and_one_that_does_alone_is_reported() -> (
+    None
+):
     found = {}
     for stage in (2, 3):
-        simulated = fzero.simulate(fzero.make_train_step(make(Switching), config(stage)), 2, by="lockstep")
+        simulated = fzero.simulate(
+            fzero.make_train_step(make(Switching), config(stage)), 2, by="lockstep"
+        )
         state, (x, y) = simulated.init(), for_ranks(vectors(0), 2)
         state, _ = simulated(state, (x, -y.abs()))
         for sign in (1, -1, 1):
@@ -602,7 +693,9 @@ def test_what_cannot_be_simulated_is_reported() -> None:
         simulated(simulated.init(), vectors(0))
     with pytest.raises(ValueError, match=r"leading dimension of 2 ranks, got shape \(\)"):
         simulated(step.init(), for_ranks(vectors(0), 2))
-    with pytest.raises(ValueError, match=r"Uncopyable must be a model that deepcopy can copy.*holds a connection"):
+    with pytest.raises(
+        ValueError, match=r"Uncopyable must be a model that deepcopy can copy.*holds a connection"
+    ):
         fzero.simulate(fzero.make_train_step(Uncopyable(), config(0)), 2)
 
 
@@ -611,12 +704,16 @@ class Tagged(Tensor):
 
 
 class Unlike(Plain):
-    """Does what differs between one rank and a dimension of ranks, unless it is refused."""
+    """Does what differs between one rank and a dimension of ranks, unless it is
+    refused.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.register_buffer("tag", torch.ones(1).as_subclass(Tagged) if kind == "a class" else torch.ones(1))
+        self.register_buffer(
+            "tag", torch.ones(1).as_subclass(Tagged) if kind == "a class" else torch.ones(1)
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for block in self.blocks:
@@ -640,16 +737,21 @@ class Unlike(Plain):
 
 
 REFUSED_AS_A_DIMENSION = {
-    "dropout": "", "a tensor of this forward": "", "a class": "no methods of other classes",
-    "a generator": "generator of the model's own", "a kept tensor": "must not keep a tensor from one step to the next",
-}  # fmt: skip
+    "dropout": "",
+    "a tensor of this forward": "",
+    "a class": "no methods of other classes",
+    "a generator": "generator of the model's own",
+    "a kept tensor": "must not keep a tensor from one step to the next",
+}
 
 
 @pytest.mark.parametrize("kind", REFUSED_AS_A_DIMENSION)
 def test_as_a_dimension_a_model_is_that_of_a_rank_or_refused(kind: str) -> None:
     curves = []
     for by in ("lockstep", "vmap"):
-        step = fzero.simulate(fzero.make_train_step(make(lambda: Unlike(kind)), config(1)), 2, by=by)  # type: ignore[arg-type]
+        step = fzero.simulate(
+            fzero.make_train_step(make(lambda: Unlike(kind)), config(1)), 2, by=by
+        )  # type: ignore[arg-type]
         state, curve = step.init(), []
         try:
             for index in range(3):

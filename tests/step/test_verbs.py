@@ -21,7 +21,14 @@ from fzero.comms import primitives
 from fzero.comms.axes import LockstepAxis, ProcessAxis
 from fzero.comms.lockstep import Hub
 from sharding import Partial, Replicated, Sharded, TensorSpec
-from sharding.testing import SPECS, StateTree, distinct_tensors, spec_trees, state_trees, world_sizes
+from sharding.testing import (
+    SPECS,
+    StateTree,
+    distinct_tensors,
+    spec_trees,
+    state_trees,
+    world_sizes,
+)
 
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -51,7 +58,7 @@ def equal(found: Any, expected: Any) -> bool:
     )
 
 
-# --- on stacked ranks -----------------------------------------------------------------------------------------
+# --- on stacked ranks -----------------------------------------------------------------------------
 
 
 @given(state_trees(("float32", "bfloat16", "int64", "bool")), world_sizes())
@@ -63,8 +70,14 @@ def test_gather_undoes_shard(tree: StateTree, world_size: int) -> None:
 
 @given(spec_trees(), world_sizes())
 def test_shards_have_the_shape_that_their_spec_says(specs: Any, world_size: int) -> None:
-    shards = on_each(world_size, fzero.shard, stacked([distinct_tensors(specs)] * world_size), specs)
-    optree.tree_map(lambda x, spec: _check(x.shape == (world_size, *spec.local_shape(world_size))), shards, specs)
+    shards = on_each(
+        world_size, fzero.shard, stacked([distinct_tensors(specs)] * world_size), specs
+    )
+    optree.tree_map(
+        lambda x, spec: _check(x.shape == (world_size, *spec.local_shape(world_size))),
+        shards,
+        specs,
+    )
 
 
 def _check(holds: bool) -> None:
@@ -80,11 +93,15 @@ def test_shards_of_all_ranks_are_the_tensor_and_zeros(specs: Any, world_size: in
             joined = shards.flatten()
             assert torch.equal(joined[: x.numel()], x.flatten()) and not joined[x.numel() :].any()
 
-    optree.tree_map(one, on_each(world_size, fzero.shard, stacked([full] * world_size), specs), full, specs)
+    optree.tree_map(
+        one, on_each(world_size, fzero.shard, stacked([full] * world_size), specs), full, specs
+    )
 
 
 @given(spec_trees(), world_sizes())
-def test_reduced_gradients_are_shards_of_the_mean_and_partial_ones_stay(specs: Any, world_size: int) -> None:
+def test_reduced_gradients_are_shards_of_the_mean_and_partial_ones_stay(
+    specs: Any, world_size: int
+) -> None:
     on_ranks = [grads_of(specs, rank) for rank in range(world_size)]
 
     def mean(spec: TensorSpec, *grads: Tensor) -> Tensor:
@@ -100,8 +117,12 @@ def test_reduced_gradients_are_shards_of_the_mean_and_partial_ones_stay(specs: A
     assert equal(reduced, on_each(world_size, fzero.shard, means, specs))
 
 
-def _is_adjoint(axis: Any, spec: TensorSpec, shard: Tensor, full: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    """This rank's terms of pairs of inner products that are equal when summed over ranks, and a gradient with its law."""
+def _is_adjoint(
+    axis: Any, spec: TensorSpec, shard: Tensor, full: Tensor, grad: Tensor
+) -> tuple[Tensor, ...]:
+    """This rank's terms of pairs of inner products that are equal when summed over
+    ranks, and a gradient with its law.
+    """
     gathered, summed = primitives.all_gather(shard, axis), primitives.reduce_scatter(full, axis)
     transposed = vjp(lambda shard: fzero.gather(shard, spec, axis), shard)[1](grad)[0]
     reduced = axis.size * fzero.reduce_scatter_grads(grad, spec, axis)
@@ -124,7 +145,8 @@ def test_all_gather_and_reduce_scatter_are_adjoint_and_gather_has_its_transpose(
     partition = spec.partition(world_size)
     generator = torch.Generator().manual_seed(seed)
     shards, fulls, grads = (
-        torch.randint(-9, 9, (world_size, n), generator=generator).double()  # so that sums are exact
+        # so that sums are exact
+        torch.randint(-9, 9, (world_size, n), generator=generator).double()
         for n in (partition.shard_numel, partition.padded_numel, numel)
     )
     simulated = fzero.comms.Stacked(world_size)
@@ -133,7 +155,9 @@ def test_all_gather_and_reduce_scatter_are_adjoint_and_gather_has_its_transpose(
         on_stacked,
         stacked(ranks(world_size, _adjoint_terms_of_a_rank, spec, shards, fulls, grads)),
     ):
-        assert left.sum() == right.sum() and torch.equal(transposed, reduced.to(torch.float64).round())
+        assert left.sum() == right.sum() and torch.equal(
+            transposed, reduced.to(torch.float64).round()
+        )
         assert torch.equal(transposed.flatten()[:numel], grads.sum(0))
 
 
@@ -149,7 +173,9 @@ def _gradients_of_a_rank(specs: Any, full: Any, capture: bool) -> Any:
     axis = fzero.join()
     shards, weight = fzero.shard(full, specs, axis), torch.tensor(axis.rank + 1.0)
     if capture:
-        graph = make_fx(lambda tree, weight: _gradients(axis, specs, tree, weight), tracing_mode="fake")(shards, weight)
+        graph = make_fx(
+            lambda tree, weight: _gradients(axis, specs, tree, weight), tracing_mode="fake"
+        )(shards, weight)
         return graph(shards, weight)
     return _gradients(axis, specs, shards, weight)
 
@@ -160,12 +186,18 @@ def test_a_gathered_shard_has_the_gradients_of_all_ranks_and_a_full_leaf_that_of
     ranks: RankPool, world_size: int, capture: bool
 ) -> None:
     full = {"shared": torch.arange(1.0, 7.0).view(2, 3), "own": torch.arange(1.0, 5.0)}
-    specs = {"shared": TensorSpec((2, 3), "float32", Sharded("data")), "own": TensorSpec((4,), "float32")}
+    specs = {
+        "shared": TensorSpec((2, 3), "float32", Sharded("data")),
+        "own": TensorSpec((4,), "float32"),
+    }
     grads = optree.tree_map(lambda x: 2 * x * torch.arange(x.numel()).view(x.shape), full)
     weights = torch.arange(1.0, world_size + 1)
     expected = {
         "shared": on_each(
-            world_size, fzero.shard, stacked([weights.sum() * grads["shared"]] * world_size), specs["shared"]
+            world_size,
+            fzero.shard,
+            stacked([weights.sum() * grads["shared"]] * world_size),
+            specs["shared"],
         ),
         "own": torch.stack([weight * grads["own"] for weight in weights]),
     }
@@ -181,12 +213,16 @@ def test_the_verbs_leave_their_inputs_unchanged(specs: Any, world_size: int) -> 
     grads = stacked([grads_of(specs, rank) for rank in range(world_size)])
     shards = on_each(world_size, fzero.shard, grads, specs)
     kept = optree.tree_map(torch.clone, (grads, shards))
-    for verb, tree in ((fzero.shard, grads), (fzero.gather, shards), (fzero.reduce_scatter_grads, grads)):
+    for verb, tree in (
+        (fzero.shard, grads),
+        (fzero.gather, shards),
+        (fzero.reduce_scatter_grads, grads),
+    ):
         on_each(world_size, verb, tree, specs)
     assert equal((grads, shards), kept)
 
 
-# --- on real ranks -----------------------------------------------------------------------------------------------
+# --- on real ranks --------------------------------------------------------------------------------
 
 
 def _verbs_on_a_rank(trees: list[Any], axis: Any = None) -> list[Any]:
@@ -210,7 +246,9 @@ def test_real_ranks_and_ranks_in_lockstep_and_stacked_give_the_same_bits(
     ranks: RankPool, world_size: int, trees: list[Any]
 ) -> None:
     on_ranks, hub = ranks(world_size, _verbs_on_a_rank, trees), Hub(world_size)
-    in_lockstep = hub.run(lambda rank: _verbs_on_a_rank(trees, LockstepAxis("data", world_size, rank, hub)))
+    in_lockstep = hub.run(
+        lambda rank: _verbs_on_a_rank(trees, LockstepAxis("data", world_size, rank, hub))
+    )
     assert equal(on_ranks, in_lockstep)
     for index, specs in enumerate(trees):
         full = stacked([distinct_tensors(specs)] * world_size)
@@ -245,7 +283,7 @@ def test_the_verbs_send_what_they_say(ranks: RankPool, world_size: int) -> None:
             assert sent == (expected[type(spec).__name__] if world_size > 1 else [])
 
 
-# --- the update --------------------------------------------------------------------------------------------------
+# --- the update -----------------------------------------------------------------------------------
 
 TRANSFORMS = {
     "adamw": fzero.adamw(1e-2),
@@ -257,7 +295,9 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 @examples(20)
 @given(specs=spec_trees(("float32",)))
-def test_an_update_changes_nothing_that_it_is_given_and_returns_new_tensors(name: str, specs: Any) -> None:
+def test_an_update_changes_nothing_that_it_is_given_and_returns_new_tensors(
+    name: str, specs: Any
+) -> None:
     transform = TRANSFORMS[name]
     params, grads = distinct_tensors(specs, first=1), grads_of(specs, rank=1)
     state = optree.tree_map(transform.init, params)
@@ -265,24 +305,39 @@ def test_an_update_changes_nothing_that_it_is_given_and_returns_new_tensors(name
         kept = optree.tree_map(torch.clone, (params, grads, state))
         new_params, new_state = fzero.optimizer_update(transform, params, grads, state)
         assert equal((params, grads, state), kept)
-        given_memory = {x.data_ptr() for x in optree.tree_leaves((params, grads, state)) if x.numel()}
-        assert not any(x.data_ptr() in given_memory for x in optree.tree_leaves((new_params, new_state)))
-        optree.tree_map(lambda new, old: _check(not old.numel() or not torch.equal(new, old)), new_params, params)
+        given_memory = {
+            x.data_ptr() for x in optree.tree_leaves((params, grads, state)) if x.numel()
+        }
+        assert not any(
+            x.data_ptr() in given_memory for x in optree.tree_leaves((new_params, new_state))
+        )
+        optree.tree_map(
+            lambda new, old: _check(not old.numel() or not torch.equal(new, old)),
+            new_params,
+            params,
+        )
         params, state = new_params, new_state
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 TWO = fzero.comms.AbstractAxis("data", 2)
 
 
 def test_a_leaf_of_another_shape_is_named_with_its_shape_and_its_specs() -> None:
     specs = {"layer": [TensorSpec((3, 2), "float32", Sharded("data"))]}
-    with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(3, 2\).*got \(2, 3\); pass full tensors"):
+    with pytest.raises(
+        ValueError, match=r"layer\.0: must have the shape \(3, 2\).*got \(2, 3\); pass full tensors"
+    ):
         fzero.shard({"layer": [torch.zeros(2, 3)]}, specs, TWO)
-    with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(3, 2\).*got \(6,\); pass full tensors"):
+    with pytest.raises(
+        ValueError, match=r"layer\.0: must have the shape \(3, 2\).*got \(6,\); pass full tensors"
+    ):
         fzero.reduce_scatter_grads({"layer": [torch.zeros(6)]}, specs, TWO)
-    with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(3,\).*got \(4,\); pass shards of 2 ranks"):
+    with pytest.raises(
+        ValueError,
+        match=r"layer\.0: must have the shape \(3,\).*got \(4,\); pass shards of 2 ranks",
+    ):
         fzero.gather({"layer": [torch.zeros(4)]}, specs, TWO)
     with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(6,\).*got \(3, 2\)"):
         fzero.gather({"layer": [torch.zeros(3, 2)]}, specs, fzero.comms.ProcessAxis("data"))
@@ -293,11 +348,15 @@ def test_a_leaf_of_another_shape_is_named_with_its_shape_and_its_specs() -> None
 def test_a_spec_that_names_another_axis_is_reported_with_both_names(verb: Any, spec: Any) -> None:
     specs = {"w": TensorSpec((4,), "float32", spec)}
     x = torch.zeros(2 if verb is fzero.gather and isinstance(spec, Sharded) else 4)
-    with pytest.raises(ValueError, match=rf"w: its spec {type(spec).__name__}\('model'\) must name.*got 'data'"):
+    with pytest.raises(
+        ValueError, match=rf"w: its spec {type(spec).__name__}\('model'\) must name.*got 'data'"
+    ):
         verb({"w": x}, specs, TWO)
 
 
-@pytest.mark.parametrize("tree", [{"w": torch.zeros(4)}, {"w": torch.zeros(4), "c": torch.zeros(4)}])
+@pytest.mark.parametrize(
+    "tree", [{"w": torch.zeros(4)}, {"w": torch.zeros(4), "c": torch.zeros(4)}]
+)
 def test_a_tree_of_another_structure_than_its_specs_is_refused(tree: Any) -> None:
     specs = fzero.specs_of({"w": torch.zeros(4), "b": torch.zeros(4)})
     for verb in (fzero.shard, fzero.gather, fzero.reduce_scatter_grads):
@@ -325,5 +384,7 @@ def test_specs_of_a_tree_have_its_shapes_and_dtypes() -> None:
 def test_an_axis_with_more_ranks_than_the_job_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ProcessAxis: rank must be in \[0, 2\), got 2"):
         ProcessAxis("data", 2, 2)
-    with pytest.raises(ValueError, match=r"ProcessAxis: 2 ranks need a process group; start with torchrun"):
+    with pytest.raises(
+        ValueError, match=r"ProcessAxis: 2 ranks need a process group; start with torchrun"
+    ):
         ProcessAxis("data", 2, 0)

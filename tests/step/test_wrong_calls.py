@@ -1,4 +1,6 @@
-"""Wrong calls end in words about the argument: the field, the rule, what was given, and what to do."""
+"""Wrong calls end in words about the argument: the field, the rule, what was given, and
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -80,11 +82,26 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         r"model: .*got a list; pass torch.nn.Sequential\(\*modules\)",
     ),
     "None": (lambda: fzero.make_train_step(None, CFG), "model: .*got None; pass a torch.nn.Module"),
-    "a state dict": (lambda: fzero.make_train_step(two().state_dict(), CFG), "model: .*got an OrderedDict"),
-    "a class to plan": (lambda: fzero.plan(nn.Linear, CFG), "model: must be a torch.nn.Module, got the class Linear"),
-    "a list to plan": (lambda: fzero.plan([two()], CFG), "model: must be a torch.nn.Module, got a list"),
-    "a class to compare": (lambda: fzero.estimation.compare_plans(nn.Linear, CFG), "model: must be a torch.nn.Module"),
-    "None to profile": (lambda: fzero.profiling.profile(None, BATCH), "model: must be a torch.nn.Module, got None"),
+    "a state dict": (
+        lambda: fzero.make_train_step(two().state_dict(), CFG),
+        "model: .*got an OrderedDict",
+    ),
+    "a class to plan": (
+        lambda: fzero.plan(nn.Linear, CFG),
+        "model: must be a torch.nn.Module, got the class Linear",
+    ),
+    "a list to plan": (
+        lambda: fzero.plan([two()], CFG),
+        "model: must be a torch.nn.Module, got a list",
+    ),
+    "a class to compare": (
+        lambda: fzero.estimation.compare_plans(nn.Linear, CFG),
+        "model: must be a torch.nn.Module",
+    ),
+    "None to profile": (
+        lambda: fzero.profiling.profile(None, BATCH),
+        "model: must be a torch.nn.Module, got None",
+    ),
     "a class for an engine": (
         lambda: fzero.initialize(model=nn.Linear, config=CFG),
         "model: must be a torch.nn.Module",
@@ -94,12 +111,18 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step_of(loss_fn="mse"),
         "loss_fn: must be a function of model and batch .*got 'mse'; pass lambda",
     ),
-    "loss of one": (lambda: step_of(loss_fn=lambda model: model), "loss_fn: must be a function of model and batch"),
+    "loss of one": (
+        lambda: step_of(loss_fn=lambda model: model),
+        "loss_fn: must be a function of model and batch",
+    ),
     "a loss module": (
         lambda: step_of(loss_fn=nn.MSELoss()),
         "loss_fn: must be a function of model and batch .*got a MSELoss",
     ),
-    "a number as loss": (lambda: step_of(loss_fn=3), "loss_fn: must be a function of model and batch .*got 3"),
+    "a number as loss": (
+        lambda: step_of(loss_fn=3),
+        "loss_fn: must be a function of model and batch .*got 3",
+    ),
     # names and groups
     "units as a string": (
         lambda: step_of(units="blocks.*"),
@@ -113,22 +136,40 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fzero.plan(two(), CFG, world_size=0),
         "world_size: must be a positive integer, got 0; say how many ranks",
     ),
-    "units as numbers": (lambda: step_of(units=[0, 1]), "units: must be a list of names, got 0; pass names of modules"),
+    "units as numbers": (
+        lambda: step_of(units=[0, 1]),
+        "units: must be a list of names, got 0; pass names of modules",
+    ),
     "units as a number": (lambda: step_of(units=3), "units: must be a list of names, got 3"),
-    "units as classes": (lambda: step_of(units=[nn.Linear]), "units: must be a list of names, got the class Linear"),
-    "one group": (lambda: step_of(param_groups={"params": "bias"}), "param_groups: must be a list of mappings, got"),
-    "a pattern": (lambda: step_of(param_groups="bias"), "param_groups: must be a list of mappings, got 'bias'"),
+    "units as classes": (
+        lambda: step_of(units=[nn.Linear]),
+        "units: must be a list of names, got the class Linear",
+    ),
+    "one group": (
+        lambda: step_of(param_groups={"params": "bias"}),
+        "param_groups: must be a list of mappings, got",
+    ),
+    "a pattern": (
+        lambda: step_of(param_groups="bias"),
+        "param_groups: must be a list of mappings, got 'bias'",
+    ),
     "parameters": (
         lambda: step_of(param_groups=two().parameters()),
         "param_groups: must be a list of mappings, got a gener",
     ),
-    "a list of patterns": (lambda: step_of(param_groups=["bias"]), r"param_groups\[0\]: must be a mapping, got 'bias'"),
+    "a list of patterns": (
+        lambda: step_of(param_groups=["bias"]),
+        r"param_groups\[0\]: must be a mapping, got 'bias'",
+    ),
     # rates and transforms
     "a rate": (
         lambda: step_of(lr_schedule=0.1),
         "lr_schedule: must be a function of the number of updates so far, or None, got",
     ),
-    "a scheduler": (lambda: step_of(lr_schedule=scheduler()), "lr_schedule: must be a function of .*got a StepLR"),
+    "a scheduler": (
+        lambda: step_of(lr_schedule=scheduler()),
+        "lr_schedule: must be a function of .*got a StepLR",
+    ),
     "a class of optimizers": (
         lambda: step_of(transform=torch.optim.SGD),
         "transform: must make a Transform .*torch_optimizer",
@@ -141,26 +182,47 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step_of(transform=fzero.Transform(1, 2, 3)),
         "transform: must be a Transform of three functions",
     ),
-    "a factory": (lambda: fzero.chain(fzero.adamw), r"chain\[0\]: must be a Transform of three functions"),
+    "a factory": (
+        lambda: fzero.chain(fzero.adamw),
+        r"chain\[0\]: must be a Transform of three functions",
+    ),
     "a factory to check": (
         lambda: fzero.optim.check_elementwise(fzero.adamw),
         "transform: must be a Transform of three functions",
     ),
     "a rate in a word": (lambda: fzero.adamw("1e-3"), "adamw: lr must be at least 0, got '1e-3'"),
     "no rate": (lambda: fzero.sgd(None), "sgd: lr must be at least 0, got None"),
-    "one beta": (lambda: fzero.adamw(1e-3, betas=0.9), r"adamw: each of betas must be in \[0, 1\), got 0.9"),
-    "three betas": (lambda: fzero.adamw(1e-3, betas=(0.9, 0.9, 0.9)), "adamw: each of betas must be"),
-    "a factor in a word": (lambda: fzero.optim.scale("x"), "scale: factor must be a number, got 'x'"),
+    "one beta": (
+        lambda: fzero.adamw(1e-3, betas=0.9),
+        r"adamw: each of betas must be in \[0, 1\), got 0.9",
+    ),
+    "three betas": (
+        lambda: fzero.adamw(1e-3, betas=(0.9, 0.9, 0.9)),
+        "adamw: each of betas must be",
+    ),
+    "a factor in a word": (
+        lambda: fzero.optim.scale("x"),
+        "scale: factor must be a number, got 'x'",
+    ),
     # other arguments of a step
-    "a seed in a word": (lambda: step_of(seed="1"), "seed: must be a whole number, at least 0, got '1'"),
+    "a seed in a word": (
+        lambda: step_of(seed="1"),
+        "seed: must be a whole number, at least 0, got '1'",
+    ),
     "half a seed": (lambda: step_of(seed=1.5), "seed: must be a whole number, at least 0, got 1.5"),
-    "a seed below 0": (lambda: step_of(seed=-1), "seed: must be a whole number, at least 0, got -1"),
+    "a seed below 0": (
+        lambda: step_of(seed=-1),
+        "seed: must be a whole number, at least 0, got -1",
+    ),
     "donate in a word": (lambda: step_of(donate="no"), "donate: must be True or False, got 'no'"),
     "placements in a word": (
         lambda: step_of(placements="cpu"),
         "placements: must be a mapping of patterns .*got 'cpu'",
     ),
-    "a list of placements": (lambda: step_of(placements=["cpu"]), "placements: must be a mapping of patterns"),
+    "a list of placements": (
+        lambda: step_of(placements=["cpu"]),
+        "placements: must be a mapping of patterns",
+    ),
     # where autograd is off
     "no_grad": (
         with_state(lambda step, state: under(torch.no_grad(), lambda: step(state, BATCH))),
@@ -178,8 +240,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: under(torch.inference_mode(), lambda: fzero.load("nowhere", step=step_of())),
         "load: must be called outside of",
     ),
-    "an engine in inference": (lambda: under(torch.inference_mode(), engine), "initialize: must be called outside of"),
-    "inside its own forward": (inside_its_own_forward, "step: must not be called inside a forward of its own model"),
+    "an engine in inference": (
+        lambda: under(torch.inference_mode(), engine),
+        "initialize: must be called outside of",
+    ),
+    "inside its own forward": (
+        inside_its_own_forward,
+        "step: must not be called inside a forward of its own model",
+    ),
     # states and what they are given
     "a module to init": (
         lambda: step_of().init(two()),
@@ -222,7 +290,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step_of().observed(None),
         "observe: must be a function of a fzero.comms.CommRecord, got None",
     ),
-    "a machine": (lambda: step_of().explain(BATCH, machine=3), "machine: must be a fzero.graph.MachineModel, got 3"),
+    "a machine": (
+        lambda: step_of().explain(BATCH, machine=3),
+        "machine: must be a fzero.graph.MachineModel, got 3",
+    ),
     # files
     "save to nowhere": (
         with_state(lambda step, state: fzero.save(state, "", step=step)),
@@ -289,17 +360,25 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "lr_scheduler: must have a method",
     ),
     "parameters in a word": (
-        lambda: fzero.initialize(model=two(), config=CFG | {"optimizer": {"type": "Adam"}}, model_parameters="all"),
+        lambda: fzero.initialize(
+            model=two(), config=CFG | {"optimizer": {"type": "Adam"}}, model_parameters="all"
+        ),
         "model_parameters: must be parameters or groups of them, got 'all'",
     ),
-    "a batch size in a word": (lambda: engine().set_train_batch_size("4"), "train_batch_size: must be a whole number"),
+    "a batch size in a word": (
+        lambda: engine().set_train_batch_size("4"),
+        "train_batch_size: must be a whole number",
+    ),
     "no micro-batch": (
         lambda: engine().set_train_micro_batch_size(0),
         "train_micro_batch_size_per_gpu: must be a whole number",
     ),
     "a list of rates": (lambda: engine().set_lr([1e-3]), "set_lr: must be given a number, got"),
     "an empty tag": (lambda: engine().save_checkpoint("x", tag=""), "tag: must be a name, got ''"),
-    "a client list": (lambda: engine().save_checkpoint("x", client_state=[1]), "client_state: must be a mapping, got"),
+    "a client list": (
+        lambda: engine().save_checkpoint("x", client_state=[1]),
+        "client_state: must be a mapping, got",
+    ),
     "a list of weights": (
         lambda: engine().load_module_state_dict([1]),
         "load_module_state_dict: must be given a state dict",

@@ -1,4 +1,6 @@
-"""The laws of files of flat tensors: what is read is what was written, and whatever goes wrong is reported and ends all."""
+"""The laws of files of flat tensors: what is read is what was written, and whatever
+goes wrong is reported and ends all.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-# --- what is written is what is read -----------------------------------------------------------------------------
+# --- what is written is what is read --------------------------------------------------------------
 
 
 @given(
@@ -103,7 +105,10 @@ def test_what_is_read_is_what_was_written_last(
     with tempfile.TemporaryDirectory(dir=".") as folder, FileStore(folder, files, **how) as store:
         size = torch.tensor([], dtype=getattr(torch, dtype)).element_size()
         unit = store.grain // size
-        expected, pool = torch.zeros(numel * size, dtype=torch.uint8), Pool(2, numel * size + store.grain)
+        expected, pool = (
+            torch.zeros(numel * size, dtype=torch.uint8),
+            Pool(2, numel * size + store.grain),
+        )
         source, target = pool.take(), pool.take()
         for index, (start, length) in enumerate(ranges):
             begin = min(start * unit, numel // unit * unit)
@@ -118,9 +123,14 @@ def test_what_is_read_is_what_was_written_last(
         assert store.read("b", 0, 1, target)().item() == 0
 
 
-@given(st.sets(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=300), max_size=5))
+@given(
+    st.sets(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=300), max_size=5)
+)
 def test_every_name_has_a_file_of_its_own(names: set[str]) -> None:
-    with tempfile.TemporaryDirectory() as folder, FileStore(folder, dict.fromkeys(names, FileSpec(1, "float32"))):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        FileStore(folder, dict.fromkeys(names, FileSpec(1, "float32"))),
+    ):
         assert len(list(Path(folder).rglob("*.flat"))) == len(names)
 
 
@@ -139,7 +149,9 @@ def test_filesystems_without_direct_io_work_with_a_note(
     if how == "ramfs":
         folder = mount("ramfs", "size=4m")
     else:
-        monkeypatch.setattr(os, "open", lambda path, flags, *mode: system(path, flags & ~os.O_DIRECT, *mode))
+        monkeypatch.setattr(
+            os, "open", lambda path, flags, *mode: system(path, flags & ~os.O_DIRECT, *mode)
+        )
         refused = OSError(22, "Invalid argument")
 
         def open_(path: Any, flags: int, *mode: int) -> int:
@@ -182,11 +194,14 @@ def test_short_reads_and_writes_go_on_where_they_stopped(
     assert len(calls) >= 2 * NBYTES // most
 
 
-def test_a_system_that_stops_is_reported_with_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_stops_is_reported_with_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with FileStore(tmp_path, FILES) as store:
         monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: 100)
         with pytest.raises(
-            StoreError, match=r"h\.0%2Ffloat32\.flat, bytes 0 to 401408: .* stopped at byte 0\. .*checkpoint"
+            StoreError,
+            match=r"h\.0%2Ffloat32\.flat, bytes 0 to 401408: .* stopped at byte 0\. .*checkpoint",
         ):
             numbers(store)
 
@@ -195,7 +210,9 @@ def test_bad_arguments_are_reported_and_break_nothing(tmp_path: Path) -> None:
     with FileStore(tmp_path, FILES) as store:
         buffer = filled()
         for start, stop in ((1, 1024), (0, 1023), (1024, 0), (0, NUMEL + 1), (-1024, 0)):
-            with pytest.raises(ValueError, match=f"multiples of 1024 elements .* got {start} and {stop}"):
+            with pytest.raises(
+                ValueError, match=f"multiples of 1024 elements .* got {start} and {stop}"
+            ):
                 store.read("h.0/float32", start, stop, buffer)
         for wrong in (buffer[:4096], buffer[1:], buffer.view(torch.float32), buffer[::2]):
             with pytest.raises(ValueError, match="the buffer must be 401408 bytes or more"):
@@ -207,13 +224,16 @@ def test_bad_arguments_are_reported_and_break_nothing(tmp_path: Path) -> None:
         FileStore(tmp_path, FILES, num_threads=0)
 
 
-# --- faults ------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_is_reported_before_anything_is_written(mount: Callable[..., Path]) -> None:
     folder = mount("tmpfs", "size=1m")
     files = {f"h.{index}": FileSpec(NUMEL, "float32") for index in range(3)}
-    with pytest.raises(StoreError, match=r"mounted0.*need 1,204,224 bytes and 1,0\d\d,\d\d\d are free .*another disk"):
+    with pytest.raises(
+        StoreError,
+        match=r"mounted0.*need 1,204,224 bytes and 1,0\d\d,\d\d\d are free .*another disk",
+    ):
         FileStore(folder, files)
     assert not list(folder.iterdir()), "what was set aside is given back"
     with FileStore(folder, FILES):
@@ -221,20 +241,33 @@ def test_a_full_disk_is_reported_before_anything_is_written(mount: Callable[...,
 
 
 def test_a_file_longer_than_the_system_allows_is_reported(tmp_path: Path) -> None:
-    with limited(resource.RLIMIT_FSIZE, NBYTES - 1), pytest.raises(StoreError, match="the files need 401,408 bytes"):
+    with (
+        limited(resource.RLIMIT_FSIZE, NBYTES - 1),
+        pytest.raises(StoreError, match="the files need 401,408 bytes"),
+    ):
         FileStore(tmp_path, FILES)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False], ids=["waited for", "behind"])
-def test_a_failed_write_stops_everything_and_is_reported_ever_after(is_waited_for: bool, tmp_path: Path) -> None:
+def test_a_failed_write_stops_everything_and_is_reported_ever_after(
+    is_waited_for: bool, tmp_path: Path
+) -> None:
     with FileStore(tmp_path, FILES, block_nbytes=1 << 16) as store:
         with limited(resource.RLIMIT_FSIZE, 1 << 17):  # the first two blocks can be written
             wait = store.write("h.0/float32", 0, NUMEL, filled())
-            with pytest.raises(StoreError, match=r"flat, bytes \d+ to \d+: .*File too large.*checkpoint"):
+            with pytest.raises(
+                StoreError, match=r"flat, bytes \d+ to \d+: .*File too large.*checkpoint"
+            ):
                 (wait if is_waited_for else store.fence)()
-        for again in (store.fence, lambda: numbers(store), lambda: store.write("h.0/float32", 0, NUMEL, filled())):
-            with pytest.raises(StoreError, match=r"cannot be used any more since: .*File too large"):
+        for again in (
+            store.fence,
+            lambda: numbers(store),
+            lambda: store.write("h.0/float32", 0, NUMEL, filled()),
+        ):
+            with pytest.raises(
+                StoreError, match=r"cannot be used any more since: .*File too large"
+            ):
                 again()
 
 
@@ -254,7 +287,9 @@ def test_a_file_that_is_cut_is_reported_even_if_it_grows_again(tmp_path: Path) -
     for change in (lambda path: os.truncate(path, 4096), lambda path: path.write_bytes(b"")):
         with FileStore(tmp_path, FILES) as store:
             change(next(tmp_path.rglob("*.flat")))
-            with pytest.raises(StoreError, match=r"the file is .* bytes long and was made with 401408"):
+            with pytest.raises(
+                StoreError, match=r"the file is .* bytes long and was made with 401408"
+            ):
                 store.write("h.0/float32", 4096, NUMEL, filled())()
         with FileStore(tmp_path, FILES) as store:
             store.write("h.0/float32", 0, NUMEL, filled())()
@@ -271,7 +306,9 @@ def test_a_file_that_is_removed_goes_on_working(tmp_path: Path) -> None:
         next(tmp_path.rglob("*.flat")).unlink()
         store.write("h.0/float32", 1024, 2048, filled(1024, -5.0))()
         store.fence()
-        assert torch.equal(numbers(store)[1020:1026], torch.tensor([1021.0, 1022.0, 1023.0, 1024.0, -5.0, -4.0]))
+        assert torch.equal(
+            numbers(store)[1020:1026], torch.tensor([1021.0, 1022.0, 1023.0, 1024.0, -5.0, -4.0])
+        )
 
 
 @pytest.mark.parametrize("byte", [0, CHECKED, 399_999, NBYTES])
@@ -286,22 +323,33 @@ def test_checksums_report_a_changed_bit(byte: int, tmp_path: Path) -> None:
             file.seek(byte)
             file.write(bytes([old[0] ^ 1]))
         first = byte // CHECKED * CHECKED
-        with pytest.raises(StoreError, match=f"bytes {first} to {first + CHECKED} are not those that were written"):
+        with pytest.raises(
+            StoreError, match=f"bytes {first} to {first + CHECKED} are not those that were written"
+        ):
             numbers(store)
 
 
-def test_a_path_that_cannot_be_written_to_is_reported(tmp_path: Path, mount: Callable[..., Path]) -> None:
+def test_a_path_that_cannot_be_written_to_is_reported(
+    tmp_path: Path, mount: Callable[..., Path]
+) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(StoreError, match="file: Not a directory; pass a folder that this process may make"):
+    with pytest.raises(
+        StoreError, match="file: Not a directory; pass a folder that this process may make"
+    ):
         FileStore(file, FILES)
-    with pytest.raises(StoreError, match="mounted0/fzero-rank3: Read-only file system; pass a folder"):
+    with pytest.raises(
+        StoreError, match="mounted0/fzero-rank3: Read-only file system; pass a folder"
+    ):
         FileStore(mount("tmpfs", "size=1m,ro"), FILES, rank=3)
 
 
 def test_too_many_files_are_reported(tmp_path: Path) -> None:
     files = {str(index): FileSpec(1, "float32") for index in range(100)}
-    with limited(resource.RLIMIT_NOFILE, 60), pytest.raises(StoreError, match="Too many open files; raise the limit"):
+    with (
+        limited(resource.RLIMIT_NOFILE, 60),
+        pytest.raises(StoreError, match="Too many open files; raise the limit"),
+    ):
         FileStore(tmp_path, files)
     assert not list(tmp_path.iterdir())
 
@@ -325,14 +373,16 @@ def test_a_folder_that_cannot_be_claimed_is_as_it_was(where: str, tmp_path: Path
 
 def test_too_little_memory_is_reported_with_the_numbers_before_it_is_taken() -> None:
     with pytest.raises(
-        MemoryError, match=r"a pool of 4 buffers of 1,099,511,627,776 bytes: needs 4,398,046,511,104 bytes"
+        MemoryError,
+        match=r"a pool of 4 buffers of 1,099,511,627,776 bytes: needs 4,398,046,511,104 bytes",
     ):
         Pool(4, 1 << 40)
     used = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
     with limited(resource.RLIMIT_AS, used + (64 << 20)):
         check_host_memory(16 << 20, "a pool")
         with pytest.raises(
-            MemoryError, match=r"needs 134,217,728 bytes .* RLIMIT_AS of [\d,]+ leaves \d\d,\d\d\d,\d\d\d;"
+            MemoryError,
+            match=r"needs 134,217,728 bytes .* RLIMIT_AS of [\d,]+ leaves \d\d,\d\d\d,\d\d\d;",
         ):
             Pool(2, 64 << 20)
 
@@ -340,7 +390,14 @@ def test_too_little_memory_is_reported_with_the_numbers_before_it_is_taken() -> 
 @pytest.mark.parametrize(
     ("line", "files"),
     [
-        ("0::/job", {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 5\ninactive_file 100"}),
+        (
+            "0::/job",
+            {
+                "memory.max": "1000",
+                "memory.current": "700",
+                "memory.stat": "anon 5\ninactive_file 100",
+            },
+        ),
         (
             "4:memory:/job",
             {
@@ -352,7 +409,9 @@ def test_too_little_memory_is_reported_with_the_numbers_before_it_is_taken() -> 
     ],
     ids=["v2", "v1"],
 )
-def test_limits_of_control_groups_count_up_to_the_root(line: str, files: dict[str, str], tmp_path: Path) -> None:
+def test_limits_of_control_groups_count_up_to_the_root(
+    line: str, files: dict[str, str], tmp_path: Path
+) -> None:
     top = tmp_path / line.split(":")[1]
     for folder, factor in ((top / "job", 1), (top, 3)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -362,7 +421,7 @@ def test_limits_of_control_groups_count_up_to_the_root(line: str, files: dict[st
     assert [left for _, left in _left_by_cgroups(tmp_path / "cgroup", tmp_path)] == [400, 1000]
 
 
-# --- the end of a process ----------------------------------------------------------------------------------------
+# --- the end of a process -------------------------------------------------------------------------
 
 ENDS = """
 import os, sys
@@ -381,7 +440,9 @@ if child:
 
 @contextmanager
 def another_process(function: Callable[..., None], *args: Any) -> Iterator[tuple[Any, Connection]]:
-    """A process that calls `function(pipe, *args)`, in a session of its own, and our end of the pipe."""
+    """A process that calls `function(pipe, *args)`, in a session of its own, and our
+    end of the pipe.
+    """
     context = server()
     ours, theirs = context.Pipe()
     process = context.Process(target=_in_its_session, args=(sys.path, function, theirs, *args))
@@ -396,7 +457,9 @@ def another_process(function: Callable[..., None], *args: Any) -> Iterator[tuple
         ours.close()
 
 
-def _in_its_session(path: list[str], function: Callable[..., None], pipe: Connection, *args: Any) -> None:
+def _in_its_session(
+    path: list[str], function: Callable[..., None], pipe: Connection, *args: Any
+) -> None:
     os.setsid()
     sys.path[:] = path
     pipe.send("began")
@@ -424,7 +487,9 @@ def test_a_killed_process_leaves_files_that_the_next_one_refuses_or_removes(tmp_
         process = psutil.Process(pipe.recv())
         assert pipe.recv() == "written"
         for leftover in ("refuse", "clean"):
-            with pytest.raises(StoreError, match=rf"is in use by process {process.pid} on .*; give each run a path"):
+            with pytest.raises(
+                StoreError, match=rf"is in use by process {process.pid} on .*; give each run a path"
+            ):
                 FileStore(tmp_path, FILES, leftover=leftover)  # type: ignore[arg-type]
         process.kill()  # amid a write; its child lives on
         while process.status() != psutil.STATUS_ZOMBIE:
@@ -432,7 +497,10 @@ def test_a_killed_process_leaves_files_that_the_next_one_refuses_or_removes(tmp_
         (tmp_path / "fzero-rank0" / "notes.txt").write_text("somebody's own")
         with pytest.raises(
             StoreError,
-            match=rf"holds 1 files \(401,408 bytes\) of a run that has ended, in fzero-rank0 \(process {process.pid}",
+            match=(
+                rf"holds 1 files \(401,408 bytes\) of a run that has ended, in fzero-rank0 "
+                rf"\(process {process.pid}"
+            ),
         ):
             FileStore(tmp_path, FILES)
         assert list(tmp_path.rglob("*.flat"))
@@ -453,7 +521,9 @@ def _hold(pipe: Connection, folder: Path, which: tuple[str, ...], dies: bool) ->
 
 @contextmanager
 def holding(folder: Path, *which: str, dies: bool = False) -> Iterator[Any]:
-    """Another process that has files of 4096 bytes: "2.1" are rank 2's of its state 1; or one that dies while it claims them."""
+    """Another process that has files of 4096 bytes: "2.1" are rank 2's of its state 1;
+    or one that dies while it claims them.
+    """
     with another_process(_hold, folder, which, dies) as (process, pipe):
         assert pipe.recv() == "began"
         if dies:
@@ -468,11 +538,21 @@ def folders(path: Path) -> list[str]:
 
 
 @pytest.mark.long
-def test_what_a_killed_job_left_of_more_ranks_and_states_is_refused_or_removed_and_nothing_else(tmp_path: Path) -> None:
-    with holding(tmp_path, "0.0", "0.1", "3.0", "3.1") as killed, holding(tmp_path, "2.0", "2.1") as living:
+def test_what_a_killed_job_left_of_more_ranks_and_states_is_refused_or_removed_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    with (
+        holding(tmp_path, "0.0", "0.1", "3.0", "3.1") as killed,
+        holding(tmp_path, "2.0", "2.1") as living,
+    ):
         killed.kill()
         killed.join()
-        for name in ("notes.txt", "state1/fzero-rank3/notes.txt", "fzero-rank7/x.flat", "mine/fzero-rank0/x.flat"):
+        for name in (
+            "notes.txt",
+            "state1/fzero-rank3/notes.txt",
+            "fzero-rank7/x.flat",
+            "mine/fzero-rank0/x.flat",
+        ):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text("somebody's own")
         (tmp_path / "fzero-rank8").write_text("no folder")
@@ -480,8 +560,10 @@ def test_what_a_killed_job_left_of_more_ranks_and_states_is_refused_or_removed_a
         for rank in (0, 1):  # one that was there, and one that was not
             with pytest.raises(
                 StoreError,
-                match=rf"holds 4 files \(16,384 bytes\) of a run that has ended, in fzero-rank0 \({owner}\), fzero-rank3 "
-                rf"\({owner}\), state1/fzero-rank0 \({owner}\), state1/fzero-rank3 \({owner}\); pass leftover='clean'",
+                match=rf"holds 4 files \(16,384 bytes\) of a run that has ended, in "
+                rf"fzero-rank0 \({owner}\), fzero-rank3 "
+                rf"\({owner}\), state1/fzero-rank0 \({owner}\), state1/fzero-rank3 \({owner}\); "
+                rf"pass leftover='clean'",
             ):
                 FileStore(tmp_path, FILES, rank=rank)
         FileStore(tmp_path, FILES, rank=1, leftover="clean").close()
@@ -490,7 +572,9 @@ def test_what_a_killed_job_left_of_more_ranks_and_states_is_refused_or_removed_a
         assert folders(tmp_path) == sorted(
             [*theirs, "fzero-rank7", "fzero-rank8", "mine/fzero-rank0", "state1/fzero-rank3"]
         )
-        assert all(sorted(os.listdir(tmp_path / name)) == ["owner.json", "x.flat"] for name in theirs)
+        assert all(
+            sorted(os.listdir(tmp_path / name)) == ["owner.json", "x.flat"] for name in theirs
+        )
         assert os.listdir(tmp_path / "state1/fzero-rank3") == ["notes.txt"]
         FileStore(tmp_path, FILES).close()  # nothing is left of what has ended
 
@@ -499,23 +583,34 @@ def test_many_folders_are_reported_in_one_line(tmp_path: Path) -> None:
     for rank in range(30):
         folder = tmp_path / f"fzero-rank{rank}"
         folder.mkdir()
-        (folder / "owner.json").write_text(json.dumps(asdict(replace(Owner.this_process(), started=1))))
-    with pytest.raises(StoreError, match=r"holds 0 files \(0 bytes\) .* in fzero-rank0 \(.*\) and 22 more; pass"):
+        (folder / "owner.json").write_text(
+            json.dumps(asdict(replace(Owner.this_process(), started=1)))
+        )
+    with pytest.raises(
+        StoreError, match=r"holds 0 files \(0 bytes\) .* in fzero-rank0 \(.*\) and 22 more; pass"
+    ):
         FileStore(tmp_path, FILES)
 
 
 def test_two_runs_with_one_path_are_reported_and_harm_each_other_nowhere(tmp_path: Path) -> None:
     with holding(tmp_path, "0.0", "1.0") as first:
         with pytest.raises(
-            StoreError, match=rf"fzero-rank0: is in use by process {first.pid} on .*; give each run a path"
+            StoreError,
+            match=rf"fzero-rank0: is in use by process {first.pid} on .*; give each run a path",
         ):
             FileStore(tmp_path, FILES, leftover="clean")
-        FileStore(tmp_path, FILES, rank=2, leftover="clean").close()  # a rank beyond those of the other run
-        assert folders(tmp_path) == ["fzero-rank0", "fzero-rank1"] and len(list(tmp_path.rglob("*.flat"))) == 2
+        # a rank beyond those of the other run
+        FileStore(tmp_path, FILES, rank=2, leftover="clean").close()
+        assert (
+            folders(tmp_path) == ["fzero-rank0", "fzero-rank1"]
+            and len(list(tmp_path.rglob("*.flat"))) == 2
+        )
 
 
 @pytest.mark.long
-def test_a_process_that_is_killed_while_it_claims_a_folder_keeps_nobody_away(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_while_it_claims_a_folder_keeps_nobody_away(
+    tmp_path: Path,
+) -> None:
     with holding(tmp_path, "0.0", dies=True):
         assert [path.name for path in tmp_path.rglob("*")] == ["fzero-rank0", "owner.new"]
     FileStore(tmp_path, FILES).close()
@@ -578,8 +673,12 @@ for _ in range(30):
 """
 
 
-def test_ranks_that_come_at_once_each_get_their_folder_whoever_removes_what_earlier_ones_left(tmp_path: Path) -> None:
-    """Jobs of other numbers of ranks one after the other, most of which are killed; those that refuse are started again."""
+def test_ranks_that_come_at_once_each_get_their_folder_whoever_removes_what_earlier_ones_left(
+    tmp_path: Path,
+) -> None:
+    """Jobs of other numbers of ranks one after the other, most of which are killed;
+    those that refuse are started again.
+    """
     subprocess.run(
         [sys.executable, "-c", RANKS, str(tmp_path), "0", str(Path(claims.__file__).parents[1])],
         check=True,
@@ -587,7 +686,9 @@ def test_ranks_that_come_at_once_each_get_their_folder_whoever_removes_what_earl
     )
 
 
-def test_files_go_wherever_the_process_is_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_go_wherever_the_process_is_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     store = FileStore("path", FILES)
@@ -598,7 +699,11 @@ def test_files_go_wherever_the_process_is_by_then(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("state", [0, 1])
 def test_a_folder_goes_only_while_nobody_can_claim_it(state: int, tmp_path: Path) -> None:
-    store, rmdir, fd = FileStore(tmp_path, FILES, state=state), Path.rmdir, os.open(tmp_path, os.O_RDONLY)
+    store, rmdir, fd = (
+        FileStore(tmp_path, FILES, state=state),
+        Path.rmdir,
+        os.open(tmp_path, os.O_RDONLY),
+    )
 
     def goes(folder: Path) -> None:
         with pytest.raises(BlockingIOError):
@@ -638,9 +743,13 @@ assert not any([os.waitpid(pid, 0)[1] for pid in ranks])
 """
 
 
-def test_the_folder_of_a_state_goes_with_its_last_rank_and_none_that_comes_then_misses_it(tmp_path: Path) -> None:
+def test_the_folder_of_a_state_goes_with_its_last_rank_and_none_that_comes_then_misses_it(
+    tmp_path: Path,
+) -> None:
     folder = str(Path(claims.__file__).parents[1])
-    subprocess.run([sys.executable, "-c", COMING_AND_GOING, str(tmp_path), folder], check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", COMING_AND_GOING, str(tmp_path), folder], check=True, timeout=100
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -649,10 +758,15 @@ def test_the_folder_of_a_state_stays_while_it_holds_something(tmp_path: Path) ->
         FileStore(tmp_path, FILES, state=1).close()
         assert folders(tmp_path) == ["state1/fzero-rank1", "state2/fzero-rank0"]
         (tmp_path / "state2" / "notes.txt").write_text("somebody's own")
-    assert [str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*")] == ["state2", "state2/notes.txt"]
+    assert [str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*")] == [
+        "state2",
+        "state2/notes.txt",
+    ]
 
 
-def test_a_store_whose_path_was_removed_leaves_those_that_were_made_there_since(tmp_path: Path) -> None:
+def test_a_store_whose_path_was_removed_leaves_those_that_were_made_there_since(
+    tmp_path: Path,
+) -> None:
     old = FileStore(tmp_path / "path", FILES)
     shutil.rmtree(tmp_path / "path")
     new = FileStore(tmp_path / "path", FILES)
@@ -699,12 +813,18 @@ def test_an_owner_has_ended_only_if_that_can_be_reported_here(
 def test_a_process_removes_its_files_at_its_end_and_its_children_do_not(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDS, str(tmp_path), str(NUMEL)]
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=100, check=True)
+    ended = subprocess.run(
+        command, env=os.environ | path, capture_output=True, text=True, timeout=100, check=True
+    )
     assert ended.stdout == "1 file\n" and not list(tmp_path.iterdir())
 
 
-def test_a_store_is_freed_without_waiting_for_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector may free it where a thread cannot end: within a lock of `threading`, say."""
+def test_a_store_is_freed_without_waiting_for_what_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector may free it where a thread cannot end: within a lock of
+    `threading`, say.
+    """
     may_end, move = threading.Event(), file_store._move_block
 
     def slowly(*args: Any) -> None:
@@ -713,10 +833,16 @@ def test_a_store_is_freed_without_waiting_for_what_moves(tmp_path: Path, monkeyp
 
     def open_files() -> list[str]:
         links = (Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
-        return [os.readlink(link) for link in links if link.is_symlink() and str(tmp_path) in os.readlink(link)]
+        return [
+            os.readlink(link)
+            for link in links
+            if link.is_symlink() and str(tmp_path) in os.readlink(link)
+        ]
 
     monkeypatch.setattr(file_store, "_move_block", slowly)
-    store: Any = FileStore(tmp_path, {"x": FileSpec(4096, "float32"), "y": FileSpec(4096, "float32")}, num_threads=1)
+    store: Any = FileStore(
+        tmp_path, {"x": FileSpec(4096, "float32"), "y": FileSpec(4096, "float32")}, num_threads=1
+    )
     buffer = Pool(1, 16384).take()
     for name in "xy":
         store.write(name, 0, 4096, buffer)
@@ -741,7 +867,9 @@ def test_a_store_that_one_of_its_threads_frees_removes_its_files(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_store_that_is_collected_while_another_claims_its_folder_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_store_that_is_collected_while_another_claims_its_folder_holds_nobody_up(
+    tmp_path: Path,
+) -> None:
     script = """
 import sys
 from fzero.storage import ownership as claims
@@ -764,11 +892,15 @@ with FileStore(sys.argv[1], files, state=1):
     assert gone.returncode == 0 and not list(tmp_path.rglob("*.flat"))
 
 
-def test_a_path_that_another_program_has_locked_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_another_program_has_locked_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fzero.storage.ownership.SECONDS_TO_WAIT", 0.1)
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_SH)
-    with pytest.raises(StoreError, match=f"{tmp_path}: has been locked by another process for 0.1 s"):
+    with pytest.raises(
+        StoreError, match=f"{tmp_path}: has been locked by another process for 0.1 s"
+    ):
         FileStore(tmp_path, FILES)
     os.close(fd)
     FileStore(tmp_path, FILES).close()
@@ -798,6 +930,8 @@ def test_nothing_is_left_after_a_store_is_closed(tmp_path: Path) -> None:
         store.write("h.0/float32", 0, NUMEL, filled())
         store.close()
         store.close()
-        assert len(os.listdir("/proc/self/fd")) == num_open and not list((tmp_path / "new").iterdir())
+        assert len(os.listdir("/proc/self/fd")) == num_open and not list(
+            (tmp_path / "new").iterdir()
+        )
         with pytest.raises(StoreError, match="cannot be used any more since: it was closed"):
             numbers(store)

@@ -1,4 +1,6 @@
-"""The law of placements: where state lives changes no bit of a training, and what fails there is reported on every rank."""
+"""The law of placements: where state lives changes no bit of a training, and what fails
+there is reported on every rank.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,23 @@ from fzero.storage.movers import DeviceMover
 from sharding import Placement
 
 WIDTH = 80
-"""Of blocks of 6480 elements: several sub-groups of 2048 on three ranks, too, the last of which ends before its end."""
+"""Of blocks of 6480 elements: several sub-groups of 2048 on three ranks, too, the last
+of which ends before its end.
+"""
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-PURE = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True, "stochastic_rounding": True}
+PURE = {
+    "bf16_master_weights_and_grads": True,
+    "bf16_optimizer_states": True,
+    "stochastic_rounding": True,
+}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"bf16": {"enabled": True, "auto_cast": True}},
     # Overflows once, and then scales.
-    "float16": {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 16, "hysteresis": 1}},
+    "float16": {
+        "fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 16, "hysteresis": 1}
+    },
     "bfloat16 alone": {"bf16": {"enabled": True, "auto_cast": True, **PURE}},
 }
 ACCUMULATING = {"train_batch_size": 24, "gradient_accumulation_steps": 2}
@@ -52,7 +62,10 @@ data = partial(vectors, size=24, width=WIDTH)
 
 
 def nvme(path: Path | str, **keys: Any) -> dict[str, Any]:
-    return {"sub_group_size": 2048, "offload_optimizer": {"device": "nvme", "nvme_path": str(path), **keys}}
+    return {
+        "sub_group_size": 2048,
+        "offload_optimizer": {"device": "nvme", "nvme_path": str(path), **keys},
+    }
 
 
 def streaming(path: Path | str, *, sub_group_size: int = 2048, **keys: Any) -> dict[str, Any]:
@@ -60,7 +73,12 @@ def streaming(path: Path | str, *, sub_group_size: int = 2048, **keys: Any) -> d
 
 
 def step_of(
-    stage: int, precision: str = "float32", *, placements: Any = None, world_size: int = 1, **zero: Any
+    stage: int,
+    precision: str = "float32",
+    *,
+    placements: Any = None,
+    world_size: int = 1,
+    **zero: Any,
 ) -> fzero.TrainStep:
     cfg = config(stage, optimizer=ADAMW, clip=0.1, **zero) | PRECISIONS[precision] | ACCUMULATING
     return fzero.make_train_step(
@@ -88,7 +106,9 @@ def on_cpu(tree: Any) -> Any:
 
 
 def differing(state: fzero.TrainState[Any], expected: fzero.TrainState[Any]) -> list[str]:
-    """The tensors with other bits; gradients that overflowed are left as the update found them."""
+    """The tensors with other bits; gradients that overflowed are left as the update
+    found them.
+    """
     state, expected = (on_cpu(in_memory(x)._replace(grads={})) for x in (state, expected))
     accessors = optree.tree_accessors(expected)
     pairs = zip(accessors, optree.tree_leaves(state), optree.tree_leaves(expected), strict=True)
@@ -101,10 +121,13 @@ def placements_at(path: Path) -> dict[str, tuple[dict[str, Any], Any]]:
     return {
         "host": ({"offload_optimizer": {"device": "cpu"}}, None),
         "nvme": (nvme(path / "configured"), None),
-        # One buffer on the device, one of its tensors in a file, another in a second folder; a part of the state stays.
+        # One buffer on the device, one of its tensors in a file, another in a second folder; a part
+        # of the state stays.
         "mixed": (
             nvme(path / "mixed", ratio=0.5, checksums=True, pipeline_read=False, buffer_count=3),
-            lambda quantity, key, leaf: {"exp_avg": files, "exp_avg_sq": host}.get(leaf) if "1" in key else None,
+            lambda quantity, key, leaf: (
+                {"exp_avg": files, "exp_avg_sq": host}.get(leaf) if "1" in key else None
+            ),
         ),
     }
 
@@ -112,13 +135,17 @@ def placements_at(path: Path) -> dict[str, tuple[dict[str, Any], Any]]:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_placement_gives_the_bits_of_the_device(stage: int, precision: str, tmp_path: Path) -> None:
+def test_every_placement_gives_the_bits_of_the_device(
+    stage: int, precision: str, tmp_path: Path
+) -> None:
     for world_size in (1, 2, 3) if stage == 2 else (1, 3):
         ranks = on(world_size, step_of(stage, precision))
         expected, reported = train(ranks, ranks.init(), 0, 3)
-        assert ["True" in metrics for metrics in reported] == [precision == "float16", False, False], (
-            "fp16 skips a step"
-        )
+        assert ["True" in metrics for metrics in reported] == [
+            precision == "float16",
+            False,
+            False,
+        ], "fp16 skips a step"
         for name, (zero, given) in placements_at(tmp_path).items():
             elsewhere = on(world_size, step_of(stage, precision, placements=given, **zero))
             state = elsewhere.init()
@@ -132,14 +159,18 @@ def test_every_placement_gives_the_bits_of_the_device(stage: int, precision: str
 
 
 class Crossings(DeviceMover):
-    """Notes what is copied between two memories: `params`, `grads`, a moment, or `updated`."""
+    """Notes what is copied between two memories: `params`, `grads`, a moment, or
+    `updated`.
+    """
 
     seen: ClassVar[set[str]] = set()
 
     def __init__(self, tensors: Mapping[str, Tensor], device: Any) -> None:
         super().__init__(tensors, device)
         lasts = {name.rpartition("/")[2].removeprefix("state.") for name in tensors}
-        self.seen.update(x if x in ("params", "grads", "exp_avg", "exp_avg_sq") else "updated" for x in lasts)
+        self.seen.update(
+            x if x in ("params", "grads", "exp_avg", "exp_avg_sq") else "updated" for x in lasts
+        )
 
 
 @pytest.mark.covering(1)
@@ -148,12 +179,15 @@ class Crossings(DeviceMover):
 def test_the_processor_updates_what_lives_in_host_memory_and_gradients_and_parameters_cross_for_it(
     stage: int, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the memory of the CPU, where the model is, were that of a device: what lives in the host's is copied."""
+    """As if the memory of the CPU, where the model is, were that of a device: what
+    lives in the host's is copied.
+    """
     ranks = on(2, step_of(stage, precision))
     expected, reported = train(ranks, ranks.init(), 0, 3)
     for module in ("storage.state_memory", "storage.offload", "runtime.step_runtime"):
         monkeypatch.setattr(
-            f"fzero.{module}.place_of", lambda where, _: "here" if where.kind == "device" else where.kind
+            f"fzero.{module}.place_of",
+            lambda where, _: "here" if where.kind == "device" else where.kind,
         )
     monkeypatch.setattr("fzero.storage.movers.DeviceMover", Crossings)
     host, params = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
@@ -164,11 +198,18 @@ def test_the_processor_updates_what_lives_in_host_memory_and_gradients_and_param
         (host, None, {new, *grads}),
         (nvme(tmp_path), None, {new, *grads}),
         # Where a part of it stays on the device, the update does.
-        (host, {"optimizer/*/exp_avg": Placement()}, {"exp_avg_sq", *({"grads"} - grads), *({"updated"} - {new})}),
+        (
+            host,
+            {"optimizer/*/exp_avg": Placement()},
+            {"exp_avg_sq", *({"grads"} - grads), *({"updated"} - {new})},
+        ),
         ({}, one, {"exp_avg"}),
     ]
     if stage == 3:
-        cases += [(host | params, None, set()), (params, None, {"params"} if new == "params" else {"updated"})]
+        cases += [
+            (host | params, None, set()),
+            (params, None, {"params"} if new == "params" else {"updated"}),
+        ]
     for zero, given, crossing in cases:
         elsewhere = on(2, step_of(stage, precision, placements=given, **zero))
         state = elsewhere.init()
@@ -194,7 +235,9 @@ def test_on_several_axes_too(keys: dict[str, int], precision: str, tmp_path: Pat
     ranks = on(4, here())
     expected, reported = train(ranks, ranks.init(), 0, 2)
     state_alone = nvme(tmp_path)
-    params_alone = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}}
+    params_alone = {
+        "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    }
     for zero in (state_alone, params_alone):
         elsewhere = on(4, here(**zero))
         state, found = train(elsewhere, elsewhere.init(), 0, 2)
@@ -219,7 +262,9 @@ def _bits(stage: int, path: str | None, precision: str) -> list[bytes]:
     for index in range(3):
         state, _ = step(state, part(data(index), step.rank, step.world_size))
     kept = in_memory(state)._replace(grads={})
-    return [x.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)]
+    return [
+        x.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -236,8 +281,12 @@ def test_real_ranks_have_the_bits_of_the_device_too(
 AOT: dict[str, Any] = {"compile": "step", "compile_backend": "aot_eager"}
 
 
-def captured_bits(stage: int, zero: Mapping[str, Any] | None, keys: Mapping[str, Any]) -> list[bytes]:
-    """The state after some steps: of an eager step with all of it on the device, or of a graph with a part elsewhere."""
+def captured_bits(
+    stage: int, zero: Mapping[str, Any] | None, keys: Mapping[str, Any]
+) -> list[bytes]:
+    """The state after some steps: of an eager step with all of it on the device, or of
+    a graph with a part elsewhere.
+    """
     cfg = config(stage, optimizer=ADAMW, clip=0.1, **(zero or {})) | dict(keys)
     step = fzero.make_train_step(make(blocks), cfg, **({} if zero is None else AOT))
     state, reported = step.init(), []
@@ -245,7 +294,9 @@ def captured_bits(stage: int, zero: Mapping[str, Any] | None, keys: Mapping[str,
         state, metrics = step(state, part(data(index), step.rank, step.world_size))
         reported += [repr(metrics).encode(), repr(step.evaluate(state, data(index))).encode()]
     kept = in_memory(state)._replace(grads={})
-    return reported + [x.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)]
+    return reported + [
+        x.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)
+    ]
 
 
 @pytest.mark.covering(0)
@@ -265,14 +316,17 @@ def test_where_state_is_in_files_a_graph_ends_with_the_gradients_and_the_step_ha
     assert ranks(world_size, captured_bits, stage, nvme(str(tmp_path)), keys) == expected
 
 
-# --- what the plan and the state tell ----------------------------------------------------------------------------
+# --- what the plan and the state tell -------------------------------------------------------------
 
 
 def test_the_plan_shows_where_state_lives_and_bytes_by_memory(tmp_path: Path) -> None:
     step = step_of(2, "bfloat16", **nvme(tmp_path), placements={"master/*": Placement("host")})
     held, by_memory = step.plan.bytes_per_rank, step.plan.bytes_by_memory
     counters = 4 * len(step.plan.flat_buffers)
-    assert by_memory["nvme"] == {"gradients": held["gradients"], "optimizer": held["optimizer"] - counters}
+    assert by_memory["nvme"] == {
+        "gradients": held["gradients"],
+        "optimizer": held["optimizer"] - counters,
+    }
     assert by_memory["host"] == {"master": held["master"]}
     assert sum(sum(parts.values()) for parts in by_memory.values()) == sum(held.values())
     assert "in files: gradients" in str(step.plan) and "in host memory" in str(step.plan)
@@ -286,7 +340,11 @@ def test_the_plan_shows_where_state_lives_and_bytes_by_memory(tmp_path: Path) ->
 def test_a_share_of_the_state_stays_on_the_device() -> None:
     for ratio, moved in ((0.0, 0), (0.3, 1), (0.5, 1), (0.6, 2), (1.0, 2)):
         plan = step_of(0, offload_optimizer={"device": "cpu", "ratio": ratio}).plan
-        keys = {name.split("/")[1] for name, placement in plan.placements.items() if placement.kind == "host"}
+        keys = {
+            name.split("/")[1]
+            for name, placement in plan.placements.items()
+            if placement.kind == "host"
+        }
         assert len(keys) == moved, ratio
 
 
@@ -294,7 +352,8 @@ def test_files_are_as_long_as_the_shards_and_go_with_the_state(tmp_path: Path) -
     ranks = on(2, step_of(1, **nvme(tmp_path)))
     state = ranks.init()
     files = list(tmp_path.glob("fzero-rank*/*.flat"))
-    assert len(files) == 2 * 2 * 2  # ranks, blocks, moments: in stage 1 gradients are whole, and stay
+    # ranks, blocks, moments: in stage 1 gradients are whole, and stay
+    assert len(files) == 2 * 2 * 2
     second = ranks.init()  # beside the first, in a folder of its own
     assert len(list(tmp_path.glob("state1/fzero-rank*/*.flat"))) == len(files)
     del state, second
@@ -306,22 +365,36 @@ def test_a_state_that_was_given_to_a_step_is_stale_and_reported_so(tmp_path: Pat
     step = on(1, step_of(2, "bfloat16", **nvme(tmp_path)))
     first = step.init()
     second, _ = train(step, first, 0, 1)
-    for use in (lambda: train(step, first, 1, 1), lambda: step.gather(first), lambda: fzero.place(first, step)):
+    for use in (
+        lambda: train(step, first, 1, 1),
+        lambda: step.gather(first),
+        lambda: fzero.place(first, step),
+    ):
         with pytest.raises(
-            fzero.StoreError, match=r"this state is stale, .* \(generation 0 of 1\); go on with the state"
+            fzero.StoreError,
+            match=r"this state is stale, .* \(generation 0 of 1\); go on with the state",
         ):
             use()
     third, _ = train(step, second, 1, 1)
-    with pytest.raises(TypeError, match=r"is neither copied nor pickled; move the state into memory with fzero.place"):
+    with pytest.raises(
+        TypeError,
+        match=r"is neither copied nor pickled; move the state into memory with fzero.place",
+    ):
         copy.deepcopy(third)
 
 
-def test_the_parts_of_a_step_and_a_look_at_the_model_report_a_stale_or_broken_state_too(tmp_path: Path) -> None:
+def test_the_parts_of_a_step_and_a_look_at_the_model_report_a_stale_or_broken_state_too(
+    tmp_path: Path,
+) -> None:
     step = fzero.make_train_step(make(blocks), config(2, optimizer=ADAMW, **nvme(tmp_path)))
     stale = step.init()
     state, _ = step(stale, data(0))
     never: Any = mock.Mock(side_effect=AssertionError)
-    uses = [step.begin, lambda state: step.inspect(state, never), lambda state: step.evaluate(state, data(0))]
+    uses = [
+        step.begin,
+        lambda state: step.inspect(state, never),
+        lambda state: step.evaluate(state, data(0)),
+    ]
     for use in uses:
         with pytest.raises(fzero.StoreError, match="this state is stale"):
             use(stale)
@@ -336,12 +409,19 @@ def test_the_parts_of_a_step_and_a_look_at_the_model_report_a_stale_or_broken_st
 
 def test_a_state_in_memory_is_not_taken_for_one_in_files_nor_the_other_way(tmp_path: Path) -> None:
     here, there = on(1, step_of(2)), on(1, step_of(2, **nvme(tmp_path)))
-    with pytest.raises(ValueError, match=r"state.grads.*must live in a file .*, got a tensor in memory; move .*place"):
+    with pytest.raises(
+        ValueError,
+        match=r"state.grads.*must live in a file .*, got a tensor in memory; move .*place",
+    ):
         train(there, here.init(), 0, 1)
-    with pytest.raises(ValueError, match=r"must live on 'device' in this step, got FileTensor.*; move .* fzero.place"):
+    with pytest.raises(
+        ValueError,
+        match=r"must live on 'device' in this step, got FileTensor.*; move .* fzero.place",
+    ):
         train(here, there.init(), 0, 1)
     with pytest.raises(
-        fzero.ConfigError, match=r"by: must be 'lockstep' where state is in files, got 'vmap' with grads/"
+        fzero.ConfigError,
+        match=r"by: must be 'lockstep' where state is in files, got 'vmap' with grads/",
     ):
         fzero.simulate(step_of(2, **nvme(tmp_path)), 1, by="vmap")
 
@@ -357,18 +437,30 @@ def test_a_skipped_step_writes_nothing(tmp_path: Path) -> None:
         assert changed != bool(metrics.overflow) and metrics.overflow == (index == 0)
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("how", "options", "message"),
     [
         ({}, {"donate": False}, r"donate: must be True where state is in files, .* got False"),
-        ({}, {"placements": {"optimiser/*": Placement()}}, r"placements: 'optimiser/\*' must be the first pattern to match"),
-        ({}, {"placements": lambda *_: "host"}, r"placements: must give a sharding.Placement for 'optimizer/.*'host'"),
-        ({"buffer_count": 1}, {}, r"offload_optimizer.buffer_count: must be at least .* of one sub-group, 3, got 1"),
+        (
+            {},
+            {"placements": {"optimiser/*": Placement()}},
+            r"placements: 'optimiser/\*' must be the first pattern to match",
+        ),
+        (
+            {},
+            {"placements": lambda *_: "host"},
+            r"placements: must give a sharding.Placement for 'optimizer/.*'host'",
+        ),
+        (
+            {"buffer_count": 1},
+            {},
+            r"offload_optimizer.buffer_count: must be at least .* of one sub-group, 3, got 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_with_the_fix(
     how: Mapping[str, Any], options: Mapping[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -376,10 +468,12 @@ def test_what_cannot_be_is_refused_with_the_fix(
     optimizer = keys.pop("optimizer", ADAMW)
     cfg = config(2, optimizer=optimizer, **nvme(tmp_path, **keys))
     with pytest.raises(fzero.ConfigError, match=message):
-        fzero.make_train_step(make(blocks), cfg, mesh=fzero.comms.AbstractAxis("data", 2), **options)
+        fzero.make_train_step(
+            make(blocks), cfg, mesh=fzero.comms.AbstractAxis("data", 2), **options
+        )
 
 
-# --- moving a live state -----------------------------------------------------------------------------------------
+# --- moving a live state --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -411,7 +505,9 @@ def test_files_of_a_step_with_other_streaming_are_refused_before_anything_moves_
     expected, _ = train(step := on(1, step_of(2)), step.init(), 0, 3)
     old, new = (on(1, step_of(2, **streaming(tmp_path, **keys))) for keys in (first, then))
     state, _ = train(old, old.init(), 0, 1)
-    with pytest.raises(ValueError, match=r"state: its files .* other streaming .* with fzero.place\(state, step\)"):
+    with pytest.raises(
+        ValueError, match=r"state: its files .* other streaming .* with fzero.place\(state, step\)"
+    ):
         train(new, state, 1, 1)
     state, _ = train(old, state, 1, 1)
     state, _ = train(new, fzero.place(state, new), 2, 1)
@@ -419,7 +515,9 @@ def test_files_of_a_step_with_other_streaming_are_refused_before_anything_moves_
 
 
 class Signs(NamedTuple):
-    """The state of a transform that keeps the signs of the last gradient, in a byte each."""
+    """The state of a transform that keeps the signs of the last gradient, in a byte
+    each.
+    """
 
     signs: Any
 
@@ -442,18 +540,24 @@ class Quantized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(
-            torch.arange(1000 * WIDTH).remainder(7).to(torch.uint8).view(1000, WIDTH), requires_grad=False
+            torch.arange(1000 * WIDTH).remainder(7).to(torch.uint8).view(1000, WIDTH),
+            requires_grad=False,
         )
         self.scale = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (x @ self.scale @ self.weight.float().T).square().mean() + (x @ self.scale - y).square().mean()
+        return (x @ self.scale @ self.weight.float().T).square().mean() + (
+            x @ self.scale - y
+        ).square().mean()
 
 
 def _narrow(**zero: Any) -> fzero.simulation.LockstepRanks:
     cfg = config(3, clip=0.1, stage3_param_persistence_threshold=0, **zero)
     return on(
-        1, fzero.make_train_step(make(Quantized), cfg, transform=_by_signs, mesh=fzero.comms.AbstractAxis("data", 1))
+        1,
+        fzero.make_train_step(
+            make(Quantized), cfg, transform=_by_signs, mesh=fzero.comms.AbstractAxis("data", 1)
+        ),
     )
 
 
@@ -465,7 +569,8 @@ def test_elements_of_one_byte_move_in_whole_blocks_too(checksums: bool, tmp_path
         keys = place | {"offload_param": place["offload_optimizer"] | {"max_in_cpu": 0}}
         steps = [_narrow(**keys | {"sub_group_size": size}) for size in (first, 2048)]
         state, found = train(steps[0], steps[0].init(), 0, 1)
-        state, more = train(steps[1], state, 1, 2)  # whose sub-groups are smaller than the files have room for
+        # whose sub-groups are smaller than the files have room for
+        state, more = train(steps[1], state, 1, 2)
         assert (found + more, differing(state, expected)) == (reported, [])
 
 
@@ -477,11 +582,17 @@ STREAMING: list[dict[str, Any]] = [
 ]
 
 
-def test_a_step_works_on_the_files_of_any_other_or_refuses_them_before_anything_moves(tmp_path: Path) -> None:
-    """What does not fit is never found in the middle of an update, which would break the state."""
+def test_a_step_works_on_the_files_of_any_other_or_refuses_them_before_anything_moves(
+    tmp_path: Path,
+) -> None:
+    """What does not fit is never found in the middle of an update, which would break
+    the state.
+    """
     ends = set()
     for index in range(len(STREAMING)):
-        steps = [on(1, step_of(2, **streaming(tmp_path / str(index), **keys))) for keys in STREAMING]
+        steps = [
+            on(1, step_of(2, **streaming(tmp_path / str(index), **keys))) for keys in STREAMING
+        ]
         state = steps[index].init()
         for other in steps:
             try:
@@ -518,7 +629,9 @@ def _reshard_bits(path: str | None) -> list[bytes]:
     there = {} if path is None else nvme(path)
 
     def step_at(stage: int, **zero: Any) -> fzero.TrainStep:
-        return fzero.make_train_step(make(blocks), config(stage, optimizer=ADAMW, **zero) | PRECISIONS["bfloat16"])
+        return fzero.make_train_step(
+            make(blocks), config(stage, optimizer=ADAMW, **zero) | PRECISIONS["bfloat16"]
+        )
 
     old, new = step_at(3, **there), step_at(1, **there)
     state, _ = old(old.init(), part(data(0), old.rank, old.world_size))
@@ -526,10 +639,14 @@ def _reshard_bits(path: str | None) -> list[bytes]:
     assert moved is not None
     state, _ = new(moved, part(data(1), old.rank, old.world_size))
     state = fzero.place(state, step_at(1))
-    return [x.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(state)]
+    return [
+        x.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(state)
+    ]
 
 
-def test_real_ranks_reshard_and_place_from_files_into_files(ranks: RankPool, tmp_path: Path) -> None:
+def test_real_ranks_reshard_and_place_from_files_into_files(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     assert ranks(2, _reshard_bits, str(tmp_path)) == ranks(2, _reshard_bits, None)
 
 
@@ -542,11 +659,13 @@ def test_a_state_in_files_is_saved_and_loaded_into_files(tmp_path: Path) -> None
     assert differing(train(step, loaded, 1, 1)[0], state) == []
 
 
-# --- faults ------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 def _write_fails(path: str, failing: int) -> list[str]:
-    """What each later use of the state raises, when the files of one rank cannot grow any more in a step."""
+    """What each later use of the state raises, when the files of one rank cannot grow
+    any more in a step.
+    """
     step = fzero.make_train_step(make(blocks), config(2, optimizer=ADAMW, **nvme(path)))
     state, _ = step(step.init(), part(data(0), step.rank, step.world_size))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -568,10 +687,15 @@ def _write_fails(path: str, failing: int) -> list[str]:
     return reported
 
 
-def test_a_write_that_fails_on_one_rank_ends_the_training_on_all(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_write_that_fails_on_one_rank_ends_the_training_on_all(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     ours, theirs = ranks(2, _write_fails, str(tmp_path), 0)
     assert "File too large" in ours[0] and "cannot be used any more since" in ours[1]
-    assert theirs[0].startswith("rank 0: its state in files cannot be used any more") and "File too large" in theirs[0]
+    assert (
+        theirs[0].startswith("rank 0: its state in files cannot be used any more")
+        and "File too large" in theirs[0]
+    )
     assert "cannot be used any more since: rank 0" in theirs[1]
 
 
@@ -584,14 +708,21 @@ def _cannot_init(path: str, failing: int) -> tuple[str, bool]:
     with pytest.raises(fzero.StoreError) as caught:
         step.init()
     del placements
-    state = fzero.make_train_step(make(blocks), config(2, optimizer=ADAMW, **nvme(f"{path}/good"))).init()
+    state = fzero.make_train_step(
+        make(blocks), config(2, optimizer=ADAMW, **nvme(f"{path}/good"))
+    ).init()
     return str(caught.value), state is not None
 
 
-def test_files_that_one_rank_cannot_make_are_reported_on_all_and_leave_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_files_that_one_rank_cannot_make_are_reported_on_all_and_leave_nothing(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("not a folder")
     ours, theirs = ranks(2, _cannot_init, str(tmp_path), 1)
-    assert ours[0].startswith("rank 1: its state in files cannot be used") and "Not a directory" in ours[0]
+    assert (
+        ours[0].startswith("rank 1: its state in files cannot be used")
+        and "Not a directory" in ours[0]
+    )
     assert "Not a directory; pass a folder" in theirs[0]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "good") == ["file"]
 
@@ -608,16 +739,28 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.long
-def test_a_killed_run_leaves_files_and_no_lock_and_the_next_refuses_or_removes_them(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_files_and_no_lock_and_the_next_refuses_or_removes_them(
+    tmp_path: Path,
+) -> None:
     def run(world_size: int, num_states: int, restarts: int) -> int:
-        command = [sys.executable, "-c", KILLED, str(tmp_path), str(world_size), str(num_states), *sys.path]
+        command = [
+            sys.executable,
+            "-c",
+            KILLED,
+            str(tmp_path),
+            str(world_size),
+            str(num_states),
+            *sys.path,
+        ]
         restarted = os.environ | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
         return subprocess.run(command, timeout=120, env=restarted).returncode
 
     assert run(3, 2, 0) == -signal.SIGKILL
-    assert len(list(tmp_path.rglob("*.flat"))) == 36  # of states, ranks, blocks: a gradient and two moments
+    # of states, ranks, blocks: a gradient and two moments
+    assert len(list(tmp_path.rglob("*.flat"))) == 36
     with pytest.raises(
-        fzero.StoreError, match=r"holds 36 files .* of a run that has ended.* state1/fzero-rank2 .*clean'"
+        fzero.StoreError,
+        match=r"holds 36 files .* of a run that has ended.* state1/fzero-rank2 .*clean'",
     ):
         on(1, step_of(2, **nvme(tmp_path))).init()
     assert run(1, 1, 0) == 1
@@ -629,7 +772,7 @@ def test_a_killed_run_leaves_files_and_no_lock_and_the_next_refuses_or_removes_t
     train(step, step.init(), 0, 1)
 
 
-# --- memory ------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 TRAIN = """
 import gc, resource, sys, threading, torch
@@ -692,7 +835,9 @@ print(state_nbytes, room, sum(buffer.padded_numel for buffer in step.plan.flat_b
 def test_a_model_trains_with_adam_whose_optimizer_state_is_three_times_the_memory_that_it_may_take(
     stage: int, tmp_path: Path
 ) -> None:
-    """In bf16 with fp32 masters: 16 bytes for each parameter in all, in 4 of memory in stage 2, and in 2.7 in stage 3."""
+    """In bf16 with fp32 masters: 16 bytes for each parameter in all, in 4 of memory in
+    stage 2, and in 2.7 in stage 3.
+    """
 
     def run(where: str) -> subprocess.CompletedProcess[str]:
         # What is freed goes back to the system, and does not stay with the allocator.

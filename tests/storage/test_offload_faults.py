@@ -1,4 +1,6 @@
-"""The law of faults: a fault in the files of one rank is reported on all ranks, in the same step, and none goes on with less."""
+"""The law of faults: a fault in the files of one rank is reported on all ranks, in the
+same step, and none goes on with less.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,18 @@ from unittest import mock
 
 import pytest
 from ranks import RankPool
-from test_offload import ADAMW, PRECISIONS, blocks, config, data, differing, nvme, on, step_of, train
+from test_offload import (
+    ADAMW,
+    PRECISIONS,
+    blocks,
+    config,
+    data,
+    differing,
+    nvme,
+    on,
+    step_of,
+    train,
+)
 from test_offload_params import in_files
 from training import make, part
 
@@ -74,8 +87,13 @@ def _told(work: Callable[[], object]) -> str:
 
 
 def _after(path: str, fault: str, failing: int, optimizer: str) -> list[str]:
-    """On a real rank: what a step, the same again, an evaluation and a save say after a fault of one rank's files."""
-    cfg = config(3, optimizer={"type": optimizer}, **everything(path, checksums=True)) | PRECISIONS["bfloat16"]
+    """On a real rank: what a step, the same again, an evaluation and a save say after a
+    fault of one rank's files.
+    """
+    cfg = (
+        config(3, optimizer={"type": optimizer}, **everything(path, checksums=True))
+        | PRECISIONS["bfloat16"]
+    )
     step = fzero.make_train_step(make(blocks), cfg)
     mine = [part(data(index), step.rank, step.world_size) for index in range(2)]
     state, _ = step(step.init(), mine[0])
@@ -83,7 +101,10 @@ def _after(path: str, fault: str, failing: int, optimizer: str) -> list[str]:
         FAULTS[fault][0](Path(path) / f"fzero-rank{failing}")
     uses: list[Callable[[], object]] = [lambda: step(state, mine[1])] * 2
     if FAULTS[fault][1] is not None:
-        uses += [lambda: step.evaluate(state, mine[1]), lambda: fzero.save(state, f"{path}/saved", step=step)]
+        uses += [
+            lambda: step.evaluate(state, mine[1]),
+            lambda: fzero.save(state, f"{path}/saved", step=step),
+        ]
         return [_told(use) for use in uses]
     return [_told(uses[0])]
 
@@ -91,7 +112,11 @@ def _after(path: str, fault: str, failing: int, optimizer: str) -> list[str]:
 @pytest.mark.parametrize(
     ("fault", "optimizer"),
     # LAMB adds up over ranks in the middle of the update.
-    [*((fault, "AdamW") for fault in FAULTS), ("moments are cut off", "Lamb"), ("files are removed", "Lamb")],
+    [
+        *((fault, "AdamW") for fault in FAULTS),
+        ("moments are cut off", "Lamb"),
+        ("files are removed", "Lamb"),
+    ],
 )
 def test_a_fault_of_one_rank_is_reported_on_all_in_the_same_step_and_nobody_goes_on(
     ranks: RankPool, fault: str, optimizer: str, tmp_path: Path
@@ -101,7 +126,10 @@ def test_a_fault_of_one_rank_is_reported_on_all_in_the_same_step_and_nobody_goes
     if says is None:
         assert ours == theirs == ["nothing"], "what is open works on"
         return
-    assert says in ours[0] and theirs[0].startswith("rank 1: its state in files cannot be used"), (ours[0], theirs[0])
+    assert says in ours[0] and theirs[0].startswith("rank 1: its state in files cannot be used"), (
+        ours[0],
+        theirs[0],
+    )
     for reported in (*ours[1:], *theirs[1:]):
         assert "cannot be used any more" in reported and says in reported, (ours, theirs)
 
@@ -123,13 +151,18 @@ def test_a_fault_in_an_evaluation_is_reported_on_all(ranks: RankPool, tmp_path: 
 
 
 def _read_ahead_fails(path: str, failing: int, precision: str) -> list[str]:
-    """On a real rank: of a step whose passes use no files, and the same again; an overflow (float16) skips the update."""
-    step = fzero.make_train_step(make(blocks), config(1, optimizer=ADAMW, **nvme(path)) | PRECISIONS[precision])
+    """On a real rank: of a step whose passes use no files, and the same again; an
+    overflow (float16) skips the update.
+    """
+    step = fzero.make_train_step(
+        make(blocks), config(1, optimizer=ADAMW, **nvme(path)) | PRECISIONS[precision]
+    )
     state = step.init()
     if step.rank == failing:
         cut("*exp_avg*.flat")(Path(path) / f"fzero-rank{failing}")
     mine, look = part(data(0), step.rank, step.world_size), os.fstat
-    late = 0.2 if step.rank == failing else 0.0  # the read fails when the update could have been skipped already
+    # the read fails when the update could have been skipped already
+    late = 0.2 if step.rank == failing else 0.0
     with mock.patch.object(direct_files.os, "fstat", lambda fd: time.sleep(late) or look(fd)):
         return [_told(lambda: step(state, mine)) for _ in range(2)]
 
@@ -144,7 +177,9 @@ def test_a_read_ahead_that_fails_on_one_rank_is_reported_on_all(
 
 
 @pytest.mark.parametrize("pattern", ["*exp_avg.flat", "*grads.flat", "*params.flat"])
-def test_the_files_of_a_state_that_broke_in_a_backward_go_with_it(pattern: str, tmp_path: Path) -> None:
+def test_the_files_of_a_state_that_broke_in_a_backward_go_with_it(
+    pattern: str, tmp_path: Path
+) -> None:
     step = fzero.make_train_step(
         make(blocks), config(3, optimizer=ADAMW, **everything(tmp_path)) | PRECISIONS["bfloat16"]
     )
@@ -159,14 +194,21 @@ def test_the_files_of_a_state_that_broke_in_a_backward_go_with_it(pattern: str, 
     assert not list(tmp_path.rglob("*.flat"))
 
 
-def test_an_error_of_an_update_is_raised_as_it_is_and_the_files_go_with_the_state(tmp_path: Path) -> None:
+def test_an_error_of_an_update_is_raised_as_it_is_and_the_files_go_with_the_state(
+    tmp_path: Path,
+) -> None:
     step = fzero.make_train_step(make(blocks), config(2, optimizer=ADAMW, **nvme(tmp_path)))
 
     def life() -> None:
         state = step.init()
-        with mock.patch.object(stream, "update_streamed", side_effect=AssertionError), pytest.raises(AssertionError):
+        with (
+            mock.patch.object(stream, "update_streamed", side_effect=AssertionError),
+            pytest.raises(AssertionError),
+        ):
             step(state, data(0))
-        with pytest.raises(fzero.StoreError, match=r"cannot be used any more since: AssertionError\(\)"):
+        with pytest.raises(
+            fzero.StoreError, match=r"cannot be used any more since: AssertionError\(\)"
+        ):
             step(state, data(0))
 
     life()
@@ -197,7 +239,9 @@ def test_the_system_may_read_and_write_less_than_it_was_asked_for(tmp_path: Path
 def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
     """A filesystem of so many bytes."""
     folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)], capture_output=True)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)], capture_output=True
+    )
     if mount.returncode:
         pytest.skip(f"cannot mount a small disk: {mount.stderr.decode()}")
     try:
@@ -207,12 +251,17 @@ def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 @pytest.mark.filterwarnings("ignore:.*has no direct I/O")
-def test_a_disk_that_is_too_small_is_reported_with_the_numbers_and_the_old_state_goes_on(tmp_path: Path) -> None:
+def test_a_disk_that_is_too_small_is_reported_with_the_numbers_and_the_old_state_goes_on(
+    tmp_path: Path,
+) -> None:
     here = on(2, step_of(3))
     expected, _ = train(here, here.init(), 0, 2)
     with small_disk(tmp_path / "disk", 1 << 17) as disk:
         there = on(2, step_of(3, **everything(disk)))
-        with pytest.raises(fzero.StoreError, match=r"the files need [\d,]+ bytes and [\d,]+ are free \(No space left"):
+        with pytest.raises(
+            fzero.StoreError,
+            match=r"the files need [\d,]+ bytes and [\d,]+ are free \(No space left",
+        ):
             there.init()
         state, _ = train(here, here.init(), 0, 1)
         for move in (lambda: fzero.place(state, there), lambda: fzero.reshard(state, here, there)):
@@ -226,7 +275,9 @@ def test_a_disk_that_is_too_small_is_reported_with_the_numbers_and_the_old_state
 def _after_a_larger_job(path: str) -> list[str]:
     reported = []
     for leftover in ("refuse", "clean"):
-        step = fzero.make_train_step(make(blocks), config(2, optimizer=ADAMW, **nvme(path, leftover=leftover)))
+        step = fzero.make_train_step(
+            make(blocks), config(2, optimizer=ADAMW, **nvme(path, leftover=leftover))
+        )
         reported.append(_told(step.init))
     return reported
 
@@ -237,10 +288,15 @@ def test_what_a_larger_job_left_is_reported_on_all_ranks_or_removed_by_whichever
     for rank in (0, 1, 2, 3):
         folder = tmp_path / f"fzero-rank{rank}"
         folder.mkdir()
-        (folder / "owner.json").write_text(json.dumps(asdict(replace(Owner.this_process(), started=1))))
+        (folder / "owner.json").write_text(
+            json.dumps(asdict(replace(Owner.this_process(), started=1)))
+        )
         (folder / "x.flat").write_bytes(bytes(4096))
     for refused, then in ranks(2, _after_a_larger_job, str(tmp_path)):
-        assert "holds 4 files (16,384 bytes) of a run that has ended" in refused and "in fzero-rank0" in refused
+        assert (
+            "holds 4 files (16,384 bytes) of a run that has ended" in refused
+            and "in fzero-rank0" in refused
+        )
         assert then == "nothing"
     assert not list(tmp_path.glob("fzero-rank[23]"))
 
@@ -262,10 +318,13 @@ def _too_little_memory(path: str, failing: int) -> str:
     return "nothing"
 
 
-def test_too_little_host_memory_is_reported_before_it_is_taken_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_too_little_host_memory_is_reported_before_it_is_taken_on_all_ranks(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     ours, theirs = ranks(2, _too_little_memory, str(tmp_path), 0)
     assert (
-        ours.startswith("MemoryError: a pool of ") and "bytes of host memory, and the process's RLIMIT_DATA" in ours
+        ours.startswith("MemoryError: a pool of ")
+        and "bytes of host memory, and the process's RLIMIT_DATA" in ours
     ), ours
     assert theirs.startswith("StoreError: rank 0: its state in files cannot be used"), theirs
     assert not list(tmp_path.rglob("*.flat"))

@@ -1,4 +1,6 @@
-"""The law of placements for parameters and gradients: no bit changes, wherever their shards live, and no rank holds them all."""
+"""The law of placements for parameters and gradients: no bit changes, wherever their
+shards live, and no rank holds them all.
+"""
 
 from __future__ import annotations
 
@@ -54,21 +56,32 @@ def ways(path: Path, world_size: int) -> dict[str, tuple[dict[str, Any], Any]]:
     return {
         "parameters": (in_files(path / "a", checksums=True), None),
         "everything": ({**nvme(path / "b"), **in_files(path / "b")}, None),
-        "host": ({"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}, None),
+        "host": (
+            {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+            None,
+        ),
         # The first of two blocks stays in host memory, one buffer is all that is on its way.
         "cached": (
-            nvme(path / "c", pipeline_read=False) | in_files(path / "c", max_in_cpu=NUMEL // world_size, buffer_count=1),
+            nvme(path / "c", pipeline_read=False)
+            | in_files(path / "c", max_in_cpu=NUMEL // world_size, buffer_count=1),
             None,
         ),
         "gradients": ({}, {"grads/*": files}),
-        "given": ({}, lambda quantity, key, leaf: files if "1" in key and quantity in ("params", "master") else None),
-    }  # fmt: skip
+        "given": (
+            {},
+            lambda quantity, key, leaf: (
+                files if "1" in key and quantity in ("params", "master") else None
+            ),
+        ),
+    }
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_parameters_in_files_give_the_bits_of_the_device(world_size: int, precision: str, tmp_path: Path) -> None:
+def test_parameters_in_files_give_the_bits_of_the_device(
+    world_size: int, precision: str, tmp_path: Path
+) -> None:
     here = on(world_size, step_of(3, precision))
     expected, reported = train(here, here.init(), 0, 3)
     weights = here.gather(expected)
@@ -104,7 +117,9 @@ def test_optimizers_that_look_at_whole_parameters_and_torchs_own_have_the_bits_o
     files = Placement("nvme", path=str(tmp_path))
 
     def run(given: Any = None, **zero: Any) -> tuple[Any, list[str]]:
-        keys = config(stage, clip=0.1, optimizer={"type": optimizer, "params": {"lr": 1e-3}}, **zero)
+        keys = config(
+            stage, clip=0.1, optimizer={"type": optimizer, "params": {"lr": 1e-3}}, **zero
+        )
         keys |= PRECISIONS[precision] | {"train_batch_size": 24}
         ranks = on(world_size, fzero.make_train_step(make(Mixed), keys, placements=given))
         return train(ranks, ranks.init(), 0, 2)
@@ -118,7 +133,9 @@ def test_optimizers_that_look_at_whole_parameters_and_torchs_own_have_the_bits_o
 
 
 class Mixed(nn.Module):
-    """Blocks with matrices and vectors, whose shards are cut inside of them, and a tiny one: most of its shards are padding."""
+    """Blocks with matrices and vectors, whose shards are cut inside of them, and a tiny
+    one: most of its shards are padding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,16 +158,23 @@ def test_frozen_parameters_alone_may_live_in_files(tmp_path: Path) -> None:
         return model.requires_grad_(False) and model.blocks[1].requires_grad_(True) and model  # type: ignore[operator]
 
     def run(given: Any) -> Any:
-        ranks = on(2, fzero.make_train_step(make(frozen), config(3, optimizer=ADAMW), placements=given))
+        ranks = on(
+            2, fzero.make_train_step(make(frozen), config(3, optimizer=ADAMW), placements=given)
+        )
         return train(ranks, ranks.init(), 0, 2)
 
-    (expected, reported), (state, found) = run(None), run({"params/*frozen": Placement("nvme", path=str(tmp_path))})
+    (expected, reported), (state, found) = (
+        run(None),
+        run({"params/*frozen": Placement("nvme", path=str(tmp_path))}),
+    )
     assert found == reported and differing(state, expected) == []
     assert len(list(tmp_path.rglob("*.flat"))) == 2
 
 
 def _odd_bits(path: str | None, micro_steps: int) -> list[bytes]:
-    """On a real rank: a model with tied, frozen, empty, unused and 0-d parameters, some of which stay whole."""
+    """On a real rank: a model with tied, frozen, empty, unused and 0-d parameters, some
+    of which stay whole.
+    """
     zero = {} if path is None else {**nvme(path), **in_files(path)}
     cfg = config(3, optimizer=ADAMW, clip=0.1, **zero) | PRECISIONS["bfloat16"]
     cfg["zero_optimization"]["stage3_param_persistence_threshold"] = 40
@@ -161,7 +185,11 @@ def _odd_bits(path: str | None, micro_steps: int) -> list[bytes]:
         batch = tuple(x.chunk(step.world_size)[step.rank] for x in tokens(index))
         state, _ = step(state, batch)
     kept = in_memory(state)._replace(grads={})
-    return [x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept) if x.numel()]
+    return [
+        x.reshape(-1).view(torch.uint8).numpy().tobytes()
+        for x in optree.tree_leaves(kept)
+        if x.numel()
+    ]
 
 
 @pytest.mark.parametrize(("world_size", "micro_steps"), [(2, 1), (3, 2)])
@@ -178,7 +206,10 @@ def test_a_weight_whose_parameters_are_in_files_is_written_with_its_master(tmp_p
     step = fzero.make_train_step(make(blocks), cfg)
     state = step.init()
     before = {name: value.clone() for name, value in step.gather(state).items()}
-    name, shape = step.plan.flat_buffers[0].layout.names[0], step.plan.flat_buffers[0].layout.shapes[0]
+    name, shape = (
+        step.plan.flat_buffers[0].layout.names[0],
+        step.plan.flat_buffers[0].layout.shapes[0],
+    )
     state = with_weight(step, state, name, torch.full(shape, 3.0))
     after = step.gather(state)
     assert torch.equal(after[name], torch.full(shape, 3.0, dtype=after[name].dtype))
@@ -187,23 +218,39 @@ def test_a_weight_whose_parameters_are_in_files_is_written_with_its_master(tmp_p
 
 
 def test_the_specs_say_where_every_shard_lives(tmp_path: Path) -> None:
-    ranks = on(2, step_of(3, "bfloat16", **nvme(tmp_path), **in_files(tmp_path, max_in_cpu=NUMEL // 2)))
+    ranks = on(
+        2, step_of(3, "bfloat16", **nvme(tmp_path), **in_files(tmp_path, max_in_cpu=NUMEL // 2))
+    )
     by_memory = ranks.plan.bytes_by_memory
     held = ranks.plan.bytes_per_rank
-    assert by_memory["host"] == {"parameters": held["parameters"] // 2} == {"parameters": 2 * NUMEL // 2}
-    assert by_memory["nvme"]["parameters"] == NUMEL and by_memory["nvme"]["gradients"] == held["gradients"]
+    assert (
+        by_memory["host"]
+        == {"parameters": held["parameters"] // 2}
+        == {"parameters": 2 * NUMEL // 2}
+    )
+    assert (
+        by_memory["nvme"]["parameters"] == NUMEL
+        and by_memory["nvme"]["gradients"] == held["gradients"]
+    )
     state = ranks.init()
     found = [isinstance(x, FileTensors) for x in optree.tree_leaves(state)]
-    assert found == [spec.placement.kind == "nvme" for spec in optree.tree_leaves(ranks.specs)] and sum(found) == 9
+    assert (
+        found == [spec.placement.kind == "nvme" for spec in optree.tree_leaves(ranks.specs)]
+        and sum(found) == 9
+    )
 
 
 @pytest.mark.parametrize(
     ("zero", "options", "message"),
     [
-        ({"buffer_size": 100}, {}, r"offload_param.buffer_size: must hold the longest shard .* 6496 elements, got 100"),
+        (
+            {"buffer_size": 100},
+            {},
+            r"offload_param.buffer_size: must hold the longest shard .* 6496 elements, got 100",
+        ),
         ({}, {"donate": False}, r"donate: must be True where state is in files"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_with_the_fix(
     zero: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -215,7 +262,11 @@ def test_what_cannot_be_is_refused_with_the_fix(
 @pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("world_size", "others_too", "keys"),
-    [(1, False, {}), (2, True, PRECISIONS["bfloat16"] | ACCUMULATING), (3, False, PRECISIONS["float16"])],
+    [
+        (1, False, {}),
+        (2, True, PRECISIONS["bfloat16"] | ACCUMULATING),
+        (3, False, PRECISIONS["float16"]),
+    ],
 )
 def test_a_graph_loads_parameters_from_files_and_has_the_bits_of_the_eager_step(
     ranks: RankPool, world_size: int, others_too: bool, keys: dict[str, Any], tmp_path: Path
@@ -230,17 +281,25 @@ def test_a_unit_of_two_buffers_needs_as_many_on_their_way(tmp_path: Path) -> Non
     cfg = config(3, optimizer=ADAMW, **in_files(tmp_path, buffer_count=1))
     with pytest.raises(
         fzero.ConfigError,
-        match=r"offload_param.buffer_count: must be .* shards in files of one unit, 2, got 1; raise it",
+        match=(
+            r"offload_param.buffer_count: must be .* shards in files of one unit, 2, got 1; "
+            r"raise it"
+        ),
     ):
-        fzero.make_train_step(make(blocks), cfg, param_groups=[{"params": "scale", "weight_decay": 0.0}])
+        fzero.make_train_step(
+            make(blocks), cfg, param_groups=[{"params": "scale", "weight_decay": 0.0}]
+        )
 
 
-# --- when shards come and go -------------------------------------------------------------------------------------
+# --- when shards come and go ----------------------------------------------------------------------
 
 
-def _started(path: str, monkeypatch: pytest.MonkeyPatch, world_size: int, **zero: Any) -> list[list[str]]:
-    """By rank, what a step starts: its passes read (r) and write (w), something is read ahead for the update (a), or it asks a
-    file for anything (f); of parameters (p) and gradients (g), with the block's number."""
+def _started(
+    path: str, monkeypatch: pytest.MonkeyPatch, world_size: int, **zero: Any
+) -> list[list[str]]:
+    """By rank, what a step starts: its passes read (r) and write (w), something is read
+    ahead for the update (a), or it asks a file for anything (f); of parameters (p) and
+    gradients (g), with the block's number."""
     logs: list[list[str]] = [[] for _ in range(world_size)]
 
     def spy(owner: type, name: str, what: str) -> None:
@@ -256,7 +315,9 @@ def _started(path: str, monkeypatch: pytest.MonkeyPatch, world_size: int, **zero
 
     placements = {"grads/*": Placement("nvme", path=path), "params/*": Placement("nvme", path=path)}
     cfg = config(3, optimizer=ADAMW, **zero) | {"train_batch_size": 24}
-    ranks = on(world_size, fzero.make_train_step(make(partial(blocks, 6)), cfg, placements=placements))
+    ranks = on(
+        world_size, fzero.make_train_step(make(partial(blocks, 6)), cfg, placements=placements)
+    )
     state, _ = train(ranks, ranks.init(), 0, 1)
     spy(StateFiles, "start_read", "r")
     spy(StateFiles, "start_write", "w")
@@ -278,21 +339,27 @@ def test_shards_are_read_ahead_and_gradients_leave_while_the_backward_runs(
             reads, writes = ([x[-1] for x in passes if x[:2] == kind] for kind in ("rp", "wg"))
             assert "".join(reads) == "01234543210", "block 5 stays from the forward to the backward"
             assert "".join(writes) == "543210"
-            # On one rank the gradient of block 5 leaves at once, when block 4 has been asked for. On two it is sent while block
-            # 4 runs backward, block 3 is gathered and block 2 is read.
+            # On one rank the gradient of block 5 leaves at once, when block 4 has been asked for.
+            # On two it is sent while block 4 runs backward, block 3 is gathered and block 2 is
+            # read.
             num_before = sum(x[:2] == "rp" for x in passes[: passes.index("wg5")])
             assert num_before == {1: len("0123454"), 2: len("012345432")}[world_size], passes
-            # What the update asks for first is there when the backward ends: three sub-groups have buffers, or more.
+            # What the update asks for first is there when the backward ends: three sub-groups have
+            # buffers, or more.
             backward = log[log.index("ap0") :]
             early = [f"ap{i}" for i in range(6 if "offload_optimizer" in zero else 3)]
             assert [x for x in log if x[0] == "a"] == early
             assert backward.index("wg5") > backward.index(early[-1]) and "rp5" not in backward
-            assert sorted(x for x in log if x[:2] == "fg") == [f"fg{i}" for i in range(6)], "the norm reads nothing"
-            assert len([x for x in log if x[:2] == "fp"]) == len(reads) + 6, "what was read ahead is not read again"
+            assert sorted(x for x in log if x[:2] == "fg") == [f"fg{i}" for i in range(6)], (
+                "the norm reads nothing"
+            )
+            assert len([x for x in log if x[:2] == "fp"]) == len(reads) + 6, (
+                "what was read ahead is not read again"
+            )
         monkeypatch.undo()
 
 
-# --- memory ------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 WHOLE = """
 import gc, resource, sys, threading, torch
@@ -367,11 +434,15 @@ assert losses[2] < losses[1] < losses[0], losses
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("precision", "share"), [("fp32", 0.5), pytest.param("bf16", 0.9, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("precision", "share"), [("fp32", 0.5), pytest.param("bf16", 0.9, marks=pytest.mark.nightly)]
+)
 def test_a_model_trains_whose_parameters_alone_do_not_fit_into_memory(
     precision: str, share: float, tmp_path: Path
 ) -> None:
-    """Forward, backward, update, save, load, export, reshard and place, beside gradients, masters and state in files."""
+    """Forward, backward, update, save, load, export, reshard and place, beside
+    gradients, masters and state in files.
+    """
 
     def run(where: str) -> subprocess.CompletedProcess[str]:
         # What is freed goes back to the system, and does not stay with the allocator.
@@ -388,7 +459,9 @@ def test_a_model_trains_whose_parameters_alone_do_not_fit_into_memory(
 def test_a_view_that_ends_while_its_unit_is_released_is_no_change_of_a_parameter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that has loaded a shard may hold it a moment longer; its memory must not be used again under the watch."""
+    """A thread that has loaded a shard may hold it a moment longer; its memory must not
+    be used again under the watch.
+    """
     held: list[Tensor] = []
     release, watch = Gathers.release, Gathers._watch
 

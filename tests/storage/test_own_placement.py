@@ -1,4 +1,6 @@
-"""A placement of one's own is a class: it says when a device computes with its memory, and puts tensors there."""
+"""A placement of one's own is a class: it says when a device computes with its memory,
+and puts tensors there.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class InArena(Placement):
     def put(self, x: Tensor, *, may_pin: bool = False) -> Tensor:
         start = NUM_USED[0]
         NUM_USED[0] += -(-x.nbytes // 64) * 64
-        memory = x.new_empty(0, device="cpu")  # which, unlike a view of the arena, has a version of its own
+        # which, unlike a view of the arena, has a version of its own
+        memory = x.new_empty(0, device="cpu")
         return memory.set_(ARENA.untyped_storage(), start // x.itemsize, x.shape).copy_(x)
 
     def holds(self, x: Tensor, *, may_pin: bool = False) -> bool:
@@ -59,8 +62,12 @@ WAYS: dict[str, Any] = {
 }
 
 
-def _trained(stage: int, precision: str, placements: Any) -> tuple[list[str], fzero.TrainState[Any], int]:
-    """Losses and norms, the state at the end, and how many of its tensors lie in the arena."""
+def _trained(
+    stage: int, precision: str, placements: Any
+) -> tuple[list[str], fzero.TrainState[Any], int]:
+    """Losses and norms, the state at the end, and how many of its tensors lie in the
+    arena.
+    """
     NUM_USED[0], found = 0, list[str]()
     cfg = config(stage, optimizer=ADAMW, clip=0.1) | PRECISIONS[precision] | ACCUMULATING
     step = fzero.make_train_step(make(blocks), cfg, placements=placements)
@@ -73,12 +80,16 @@ def _trained(stage: int, precision: str, placements: Any) -> tuple[list[str], fz
         for x in optree.tree_leaves((state.params, state.grads, state.master, state.optimizer))
         if isinstance(x, Tensor)
     )
-    assert there == sum(isinstance(placement, InArena) for placement in step.plan.placements.values())
+    assert there == sum(
+        isinstance(placement, InArena) for placement in step.plan.placements.values()
+    )
     return found, optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state), there
 
 
 def test_memory_that_a_card_does_not_compute_with_is_of_another_kind_than_the_device_s() -> None:
-    with pytest.raises(ValueError, match=r"kind must not be 'device' .* got .*InArena.*; pass kind='host'"):
+    with pytest.raises(
+        ValueError, match=r"kind must not be 'device' .* got .*InArena.*; pass kind='host'"
+    ):
         InArena()
     assert HOME.is_away and not Placement().is_away
 

@@ -1,4 +1,6 @@
-"""The law of streams: an update by sub-groups, wherever the state lives, is the update of the whole; or it raises for good."""
+"""The law of streams: an update by sub-groups, wherever the state lives, is the update
+of the whole; or it raises for good.
+"""
 
 from __future__ import annotations
 
@@ -45,32 +47,51 @@ TRANSFORMS: dict[str, Callable[[], Transform]] = {
     "chain": lambda: chain(scale(0.5), adamw(0.1)),
 }
 PLACE = 77
-"""Where the first element stands among all parameters: random roundings depend on it."""
+"""Where the first element stands among all parameters: random roundings depend on it.
+"""
 
 
-def by_precision(precision: str, transform: Transform, update: int, out: Tensor) -> Callable[[int, int], Transform]:
-    """The transform of elements [start, stop), in one of the ways in which a step updates."""
+def by_precision(
+    precision: str, transform: Transform, update: int, out: Tensor
+) -> Callable[[int, int], Transform]:
+    """The transform of elements [start, stop), in one of the ways in which a step
+    updates.
+    """
     if precision == "float32":
         return lambda start, stop: transform
     if precision == "bfloat16 beside a master":
         factor = torch.tensor(0.25)
-        return lambda start, stop: mixed_precision(transform, state_dtype="float32", factor=factor, out=out[start:stop])
+        return lambda start, stop: mixed_precision(
+            transform, state_dtype="float32", factor=factor, out=out[start:stop]
+        )
     return lambda start, stop: mixed_precision(
-        transform, state_dtype="bfloat16", rounding=stochastic(update, PLACE + start), out=out[start:stop]
+        transform,
+        state_dtype="bfloat16",
+        rounding=stochastic(update, PLACE + start),
+        out=out[start:stop],
     )
 
 
 @contextmanager
-def mover_of(kind: str, tensors: dict[str, Tensor], num_alive: int, sub_group_numel: int) -> Iterator[Mover]:
+def mover_of(
+    kind: str, tensors: dict[str, Tensor], num_alive: int, sub_group_numel: int
+) -> Iterator[Mover]:
     """A mover with room for these, which hold zeros."""
     if kind == "host":
         yield DeviceMover(tensors, "cpu")
         return
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        files = {name: FileSpec(len(x), str(x.dtype).removeprefix("torch.")) for name, x in tensors.items()}
-        with FileStore(folder, files, checksums=kind == "checked files", block_nbytes=1 << 16) as store:
+        files = {
+            name: FileSpec(len(x), str(x.dtype).removeprefix("torch."))
+            for name, x in tensors.items()
+        }
+        with FileStore(
+            folder, files, checksums=kind == "checked files", block_nbytes=1 << 16
+        ) as store:
             num_leaves = len(tensors)
-            yield FileMover(store, num_buffers=num_alive * num_leaves, buffer_nbytes=4 * sub_group_numel)
+            yield FileMover(
+                store, num_buffers=num_alive * num_leaves, buffer_nbytes=4 * sub_group_numel
+            )
 
 
 def contents(mover: Mover, buffer: Streamed, sub_group_numel: int) -> list[Tensor]:
@@ -95,11 +116,19 @@ def names_of(transform: Transform, name: str, state: Any) -> tuple[str, ...]:
     kind=st.sampled_from(["host", "files", "checked files"]),
     numels=st.lists(st.integers(0, 40_000), min_size=1, max_size=3),
     units=st.integers(1, 4),
-    ahead=st.fixed_dictionaries({"read_ahead": st.integers(0, 2), "write_behind": st.integers(0, 2)}),
+    ahead=st.fixed_dictionaries(
+        {"read_ahead": st.integers(0, 2), "write_behind": st.integers(0, 2)}
+    ),
     skips=st.lists(st.booleans(), min_size=1, max_size=3),
 )
 def test_a_streamed_update_is_that_of_the_whole_bit_for_bit(
-    name: str, precision: str, kind: str, numels: list[int], units: int, ahead: dict[str, int], skips: list[bool]
+    name: str,
+    precision: str,
+    kind: str,
+    numels: list[int],
+    units: int,
+    ahead: dict[str, int],
+    skips: list[bool],
 ) -> None:
     sub_group_numel = units * {"host": 32 * 37, "files": 4096, "checked files": 1 << 15}[kind]
     transform, is_narrow = TRANSFORMS[name](), precision == "bfloat16 alone"
@@ -118,7 +147,9 @@ def test_a_streamed_update_is_that_of_the_whole_bit_for_bit(
     for index, param in enumerate(params):
         whole, state = param.clone(), at(0, index, outs[index])(0, len(param)).init(param)
         for update, grad in enumerate(grads):
-            _, whole, state = at(update, index, outs[index])(0, len(param)).update(grad[index].clone(), whole, state)
+            _, whole, state = at(update, index, outs[index])(0, len(param)).update(
+                grad[index].clone(), whole, state
+            )
         wholes.append((whole, state))
 
     def buffers(update: int, states: Sequence[Any]) -> list[Streamed]:
@@ -135,7 +166,11 @@ def test_a_streamed_update_is_that_of_the_whole_bit_for_bit(
 
     empty = torch.empty(0, dtype=dtype)
     states = [at(0, index, streamed_outs[index])(0, 0).init(empty) for index in range(len(numels))]
-    tensors = {leaf: torch.zeros(buffer.numel, dtype=dtype) for buffer in buffers(0, states) for leaf in buffer.names}
+    tensors = {
+        leaf: torch.zeros(buffer.numel, dtype=dtype)
+        for buffer in buffers(0, states)
+        for leaf in buffer.names
+    }
     num_alive = 1 + sum(ahead.values())
     with mover_of(kind, tensors, num_alive, sub_group_numel) as mover:
         named = {f"h.{index}": param for index, param in enumerate(params)}
@@ -147,14 +182,18 @@ def test_a_streamed_update_is_that_of_the_whole_bit_for_bit(
             **ahead,
         )
         for update in range(len(grads)):
-            update_streamed(buffers(update, states), mover, sub_group_numel=sub_group_numel, **ahead)
+            update_streamed(
+                buffers(update, states), mover, sub_group_numel=sub_group_numel, **ahead
+            )
         for buffer, (whole, state) in zip(buffers(0, states), wholes, strict=True):
             leaves, is_long = optree.tree_leaves(state), long_leaves(transform)
             longs = [x for x, long in zip(leaves, is_long, strict=True) if long]
             found = contents(mover, buffer, sub_group_numel)
             for leaf, x, expected in zip(buffer.names, found, [whole, *longs], strict=True):
                 assert same_bits(x, expected), leaf
-            for x, expected, long in zip(optree.tree_leaves(buffer.state), leaves, is_long, strict=True):
+            for x, expected, long in zip(
+                optree.tree_leaves(buffer.state), leaves, is_long, strict=True
+            ):
                 assert long or same_bits(x, expected), "counters advance once"
     for found, expected in zip(streamed_outs, outs, strict=True):
         assert same_bits(found, expected), "what the model computes with"
@@ -216,12 +255,16 @@ class Recorder:
 
 
 def run(mover: Recorder, num: int, **ahead: int) -> list[str]:
-    stream_update(lambda group, _: mover._tell("update", group), mover, cut(("x",), 32 * num, 32), **ahead)
+    stream_update(
+        lambda group, _: mover._tell("update", group), mover, cut(("x",), 32 * num, 32), **ahead
+    )
     return mover.events
 
 
 @given(num=st.integers(1, 6), read_ahead=st.integers(0, 3), write_behind=st.integers(0, 3))
-def test_neighbours_move_while_a_sub_group_is_updated(num: int, read_ahead: int, write_behind: int) -> None:
+def test_neighbours_move_while_a_sub_group_is_updated(
+    num: int, read_ahead: int, write_behind: int
+) -> None:
     mover = Recorder()
     events = run(mover, num, read_ahead=read_ahead, write_behind=write_behind)
     for index in range(num):
@@ -265,17 +308,25 @@ def test_the_state_is_not_used_after_an_update_that_raises(tmp_path: Path) -> No
 
     groups = cut(("x",), 5000, 1024)
     with FileStore(tmp_path, {"x": FileSpec(5000, "float32")}) as store:
-        movers = FileMover(store, num_buffers=3, buffer_nbytes=4096), DeviceMover({"x": torch.zeros(5000)}, "cpu")
+        movers = (
+            FileMover(store, num_buffers=3, buffer_nbytes=4096),
+            DeviceMover({"x": torch.zeros(5000)}, "cpu"),
+        )
         for mover, kind in zip(movers, (StoreError, RuntimeError), strict=True):
             with pytest.raises(KeyboardInterrupt):
                 stream_update(interrupted, mover, groups)
-            for again in (lambda mover=mover: stream_update(interrupted, mover, groups), mover.fence):
+            for again in (
+                lambda mover=mover: stream_update(interrupted, mover, groups),
+                mover.fence,
+            ):
                 with pytest.raises(kind, match="since: the user's"):
                     again()
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_a_write_that_fails_in_mid_stream_ends_the_update_and_all_later_ones(ahead: int, tmp_path: Path) -> None:
+def test_a_write_that_fails_in_mid_stream_ends_the_update_and_all_later_ones(
+    ahead: int, tmp_path: Path
+) -> None:
     numel = 64 * 1024
     with FileStore(tmp_path, {"x": FileSpec(numel, "float32")}) as store:
         mover = FileMover(store, num_buffers=1 + 2 * ahead, buffer_nbytes=4096)
@@ -284,21 +335,43 @@ def test_a_write_that_fails_in_mid_stream_ends_the_update_and_all_later_ones(ahe
             resource.setrlimit(resource.RLIMIT_FSIZE, (numel, before[1]) if not again else before)
             try:
                 with pytest.raises(StoreError, match="File too large"):
-                    stream_update(lambda _, x: x[0].add_(1), mover, groups, read_ahead=ahead, write_behind=ahead)  # type: ignore[func-returns-value]
+                    stream_update(
+                        lambda _, x: x[0].add_(1),
+                        mover,
+                        groups,
+                        read_ahead=ahead,
+                        write_behind=ahead,
+                    )  # type: ignore[func-returns-value]
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("numel", [4096, 2048, 1024])
-def test_what_was_read_ahead_is_what_the_file_holds_when_it_is_fetched(numel: int, tmp_path: Path) -> None:
-    with FileStore(tmp_path, {"x": FileSpec(4096, "float32"), "y": FileSpec(4096, "float32")}) as store:
+def test_what_was_read_ahead_is_what_the_file_holds_when_it_is_fetched(
+    numel: int, tmp_path: Path
+) -> None:
+    with FileStore(
+        tmp_path, {"x": FileSpec(4096, "float32"), "y": FileSpec(4096, "float32")}
+    ) as store:
         mover, seen = FileMover(store, num_buffers=3, buffer_nbytes=16384), []
         mover.prefetch(TensorRange("x", 0, 4096))  # which is then written, also a part at a time
-        stream_update(lambda g, x: x[0].fill_(g.start + numel), mover, cut(("x",), 4096, numel), read_ahead=0)
-        for part in (TensorRange("x", 0, 4096), TensorRange("y", 0, 2048), TensorRange("y", 2048, 4096)):
+        stream_update(
+            lambda g, x: x[0].fill_(g.start + numel), mover, cut(("x",), 4096, numel), read_ahead=0
+        )
+        for part in (
+            TensorRange("x", 0, 4096),
+            TensorRange("y", 0, 2048),
+            TensorRange("y", 2048, 4096),
+        ):
             mover.prefetch(part)
         (all_of_it,) = cut(("x",), 4096, 4096, kept=("x",))
-        stream_update(lambda _, x: seen.append(x[0].tolist()), mover, [all_of_it], read_ahead=0, write_behind=0)
+        stream_update(
+            lambda _, x: seen.append(x[0].tolist()),
+            mover,
+            [all_of_it],
+            read_ahead=0,
+            write_behind=0,
+        )
         assert seen == [[float(i // numel * numel + numel) for i in range(4096)]]
         for _ in range(3):
             mover.take()  # also those of what nobody asked for
@@ -316,31 +389,52 @@ def test_what_there_is_no_room_for_is_reported_before_anything_is_done(tmp_path:
     def never(group: SubGroup, tensors: list[Tensor]) -> None:
         raise AssertionError
 
-    with FileStore(tmp_path, {"x": FileSpec(5000, "float32"), "y": FileSpec(5000, "bfloat16")}) as store:
+    with FileStore(
+        tmp_path, {"x": FileSpec(5000, "float32"), "y": FileSpec(5000, "bfloat16")}
+    ) as store:
         mover = FileMover(store, num_buffers=5, buffer_nbytes=8192)
         with pytest.raises(
-            ValueError, match=r"3 sub-groups at once need 6 buffers, and 5 of 5 are free; pass num_buffers=6"
+            ValueError,
+            match=r"3 sub-groups at once need 6 buffers, and 5 of 5 are free; pass num_buffers=6",
         ):
             stream_update(never, mover, cut(("x", "y"), 5000, 2048))
-        with pytest.raises(ValueError, match=r"4096 elements .* need buffers of 16384 bytes, and they have 8192; pass"):
+        with pytest.raises(
+            ValueError,
+            match=r"4096 elements .* need buffers of 16384 bytes, and they have 8192; pass",
+        ):
             stream_update(never, mover, cut(("x", "y"), 5000, 4096), read_ahead=0)
-        with pytest.raises(ValueError, match=r"y: start and stop must be multiples of 2048 elements .* got 0 and 1024"):
+        with pytest.raises(
+            ValueError,
+            match=r"y: start and stop must be multiples of 2048 elements .* got 0 and 1024",
+        ):
             stream_update(never, mover, cut(("x", "y"), 5000, 1024), read_ahead=0)
-        with pytest.raises(ValueError, match="read_ahead and write_behind must be at least 0, got -1, 1"):
+        with pytest.raises(
+            ValueError, match="read_ahead and write_behind must be at least 0, got -1, 1"
+        ):
             stream_update(never, mover, [], read_ahead=-1)
-        with pytest.raises(ValueError, match="sub_group_numel: must be a positive multiple of 32, got 33"):
+        with pytest.raises(
+            ValueError, match="sub_group_numel: must be a positive multiple of 32, got 33"
+        ):
             cut(("x",), 5000, 33)
         stream_update(lambda _, x: None, mover, cut(("x", "y"), 5000, 2048), read_ahead=0)
 
 
 @pytest.mark.parametrize(
     "device",
-    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device"))],
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device")
+        ),
+    ],
 )
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_copies_to_a_device_and_back_lose_nothing(device: str, ahead: int) -> None:
     numel = 1_000_003
-    host = {name: torch.arange(numel, dtype=torch.float64).add_(number) for number, name in enumerate("xy")}
+    host = {
+        name: torch.arange(numel, dtype=torch.float64).add_(number)
+        for number, name in enumerate("xy")
+    }
     host = {name: x.pin_memory() if device == "cuda" else x for name, x in host.items()}
 
     def update(group: SubGroup, tensors: list[Tensor]) -> None:
@@ -353,13 +447,17 @@ def test_copies_to_a_device_and_back_lose_nothing(device: str, ahead: int) -> No
     stream_update(update, DeviceMover(host, device), groups, read_ahead=ahead, write_behind=ahead)
     places = torch.arange(numel, dtype=torch.float64)
     starts = (torch.arange(numel) // (32 * 1024) * (32 * 1024)).double()
-    assert torch.equal(host["x"], 2 * places + 1) and torch.equal(host["y"], 2 * (places + 1) + starts)
+    assert torch.equal(host["x"], 2 * places + 1) and torch.equal(
+        host["y"], 2 * (places + 1) + starts
+    )
 
 
-# --- memory ------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 ROOM = 96 << 20
-"""Bytes of heap, stacks and anonymous maps that the process may have besides what Python and PyTorch have taken (240 MB)."""
+"""Bytes of heap, stacks and anonymous maps that the process may have besides what
+Python and PyTorch have taken (240 MB).
+"""
 
 TRAIN = """
 import resource, sys, torch
@@ -418,6 +516,11 @@ def test_a_mover_that_has_failed_moves_nothing_more() -> None:
     mover, part = DeviceMover({"a": torch.zeros(4)}, "cpu"), SubGroup(("a",), 0, 4)
     mover.fetch(part)()
     mover.fail(OSError("no more"))
-    for call in (mover.fetch, mover.write_back, lambda part: mover.check([part], 1), lambda _: mover.fence()):
+    for call in (
+        mover.fetch,
+        mover.write_back,
+        lambda part: mover.check([part], 1),
+        lambda _: mover.fence(),
+    ):
         with pytest.raises(RuntimeError, match="no more"):
             call(part)

@@ -1,4 +1,6 @@
-"""What the tests of compression share: a model, its configurations, and the formulas as autograd functions, as the oracle."""
+"""What the tests of compression share: a model, its configurations, and the formulas as
+autograd functions, as the oracle.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ WIDTH, HEADS, CLASSES, SAMPLES = 8, 4, 3, 16
 
 
 class Net(nn.Module):
-    """Two repeated blocks and a head; `head_pruning` goes on `out`, row pruning on `up`."""
+    """Two repeated blocks and a head; `head_pruning` goes on `out`, row pruning on
+    `up`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +55,9 @@ class Mlp(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def technique(params: dict[str, Any], modules: list[str], related: Any = None, **shared: Any) -> dict[str, Any]:
+def technique(
+    params: dict[str, Any], modules: list[str], related: Any = None, **shared: Any
+) -> dict[str, Any]:
     group = {"params": params, "modules": modules, "related_modules": related}
     return {"shared_parameters": {"enabled": True, **shared}, "different_groups": {"group": group}}
 
@@ -66,7 +72,9 @@ ALL: dict[str, Any] = {
     "sparse_pruning": technique({"dense_ratio": 0.3}, ["up"], method="topk", schedule_offset=2),
     "row_pruning": technique({"dense_ratio": 0.5}, ["up"], method="topk", schedule_offset=1),
     "head_pruning": technique({"dense_ratio": 0.5}, ["out"], num_heads=HEADS, schedule_offset=1),
-    "activation_quantization": technique({"bits": 8}, ["head"], range_calibration="static", schedule_offset=2),
+    "activation_quantization": technique(
+        {"bits": 8}, ["head"], range_calibration="static", schedule_offset=2
+    ),
 }
 """Every technique of linear layers, each on from another update on."""
 
@@ -74,12 +82,19 @@ ALL: dict[str, Any] = {
 def settings(techniques: dict[str, Any], stage: int = 0, **keys: Any) -> dict[str, Any]:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
-    return {"zero_optimization": zero, "optimizer": optimizer, "compression_training": techniques, **keys}
+    return {
+        "zero_optimization": zero,
+        "optimizer": optimizer,
+        "compression_training": techniques,
+        **keys,
+    }
 
 
 def data(index: int = 0, size: int = SAMPLES) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + index)
-    return torch.randn(size, WIDTH, generator=generator), torch.randint(0, CLASSES, (size,), generator=generator)
+    return torch.randn(size, WIDTH, generator=generator), torch.randint(
+        0, CLASSES, (size,), generator=generator
+    )
 
 
 def net(seed: int = 0) -> Net:
@@ -88,20 +103,27 @@ def net(seed: int = 0) -> Net:
 
 
 def trained(
-    techniques: dict[str, Any], stage: int = 0, *, num_steps: int = 4, num_samples: int = SAMPLES, **how: Any
+    techniques: dict[str, Any],
+    stage: int = 0,
+    *,
+    num_steps: int = 4,
+    num_samples: int = SAMPLES,
+    **how: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and the weights of a step on this rank's part of each batch."""
     step = fzero.make_train_step(net(), settings(techniques, stage, gradient_clipping=0), **how)
     state, losses = step.init(), []
     size = num_samples // step.world_size
     for index in range(num_steps):
-        batch = tuple(x[step.rank * size : (step.rank + 1) * size] for x in data(index, num_samples))
+        batch = tuple(
+            x[step.rank * size : (step.rank + 1) * size] for x in data(index, num_samples)
+        )
         state, metrics = step(state, batch)
         losses.append(float(metrics.loss))
     return losses, step.gather(state)
 
 
-# --- the formulas, one after the other, with gradients by hand ---------------------------------------------------------
+# --- the formulas, one after the other, with gradients by hand ------------------------------------
 
 
 class StraightThrough(torch.autograd.Function):
@@ -134,8 +156,12 @@ def largest(ratio: float) -> Callable[[Tensor], Tensor]:
     return mask
 
 
-def plain_loss(model: Net, scores: Mapping[str, Tensor], n: int, bounds: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """The loss of a plain loop with the techniques of `ALL` after n updates; `bounds` is the static range, which moves."""
+def plain_loss(
+    model: Net, scores: Mapping[str, Tensor], n: int, bounds: Tensor, x: Tensor, y: Tensor
+) -> Tensor:
+    """The loss of a plain loop with the techniques of `ALL` after n updates; `bounds`
+    is the static range, which moves.
+    """
     bits = [8, 7, 6, 6, 5][n - 1] if n else 0
     for number, block in enumerate(model.blocks):
         assert isinstance(block, Block)
@@ -147,7 +173,9 @@ def plain_loss(model: Net, scores: Mapping[str, Tensor], n: int, bounds: Tensor,
             out = (out.t().reshape(HEADS, -1) * heads.view(-1, 1)).reshape(WIDTH, WIDTH).t()
             up = StraightThrough.apply(up, symmetric(bits, 4))
         if n >= 2:
-            up = up * StraightThrough.apply(scores[f"{prefix}.mlp.up.sparse_mask_scores"], largest(0.3))
+            up = up * StraightThrough.apply(
+                scores[f"{prefix}.mlp.up.sparse_mask_scores"], largest(0.3)
+            )
         if n >= 1:
             rows = StraightThrough.apply(scores[f"{prefix}.mlp.up.row_mask_scores"], largest(0.5))
             up, up_bias = up * rows, up_bias * rows.view(-1)

@@ -1,5 +1,6 @@
-"""What the real DeepSpeed computes for tests/data: `python tests/support/deepspeed_data.py FOLDER` writes FOLDER/numbers.json and
-an analyzer's files, and reads the files that a test has written there."""
+"""What the real DeepSpeed computes for tests/data:
+`python tests/support/deepspeed_data.py FOLDER` writes FOLDER/numbers.json and an
+analyzer's files, and reads the files that a test has written there."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ LENGTHS = [(index * 13) % 29 + 1 for index in range(60)]
 
 
 def curriculum(kind: str, numbers: dict[str, Any]) -> dict[str, Any]:
-    return {"min_difficulty": 9, "max_difficulty": 71, "schedule_type": kind, "schedule_config": numbers}
+    return {
+        "min_difficulty": 9,
+        "max_difficulty": 71,
+        "schedule_type": kind,
+        "schedule_config": numbers,
+    }
 
 
 def main(folder: Path) -> None:
@@ -40,7 +46,9 @@ def main(folder: Path) -> None:
     found: dict[str, Any] = {"curricula": [], "ltd": [], "theta": [], "rows": {}}
     for kind, numbers in CURRICULA:
         scheduler = CurriculumScheduler(curriculum(kind, dict(numbers)))
-        found["curricula"].append([scheduler.get_current_difficulty(), *map(scheduler.update_difficulty, range(1, 60))])
+        found["curricula"].append(
+            [scheduler.get_current_difficulty(), *map(scheduler.update_difficulty, range(1, 60))]
+        )
     ltd = RandomLTDScheduler(dict(LTD))
     for n in STEPS:
         ltd.update_seq(n)
@@ -51,17 +59,28 @@ def main(folder: Path) -> None:
         drop.update_state(n)
         found["theta"].append(float(drop.get_theta()))
     analyzer = DataAnalyzer(
-        VALUES, batch_size=8, metric_names=["mod", "total"],
-        metric_functions=[torch.as_tensor, lambda batch: torch.stack([batch.sum(), batch.square().sum()])],
-        metric_types=["single_value_per_sample", "accumulate_value_over_samples"], metric_dtypes=[torch.int64] * 2,
+        VALUES,
+        batch_size=8,
+        metric_names=["mod", "total"],
+        metric_functions=[
+            torch.as_tensor,
+            lambda batch: torch.stack([batch.sum(), batch.square().sum()]),
+        ],
+        metric_types=["single_value_per_sample", "accumulate_value_over_samples"],
+        metric_dtypes=[torch.int64] * 2,
         save_path=str(folder / "theirs"),
-    )  # fmt: skip
+    )
     analyzer.run_map()
     analyzer.run_reduce()
     for path in folder.glob("ours/*/*.idx"):
         rows = MMapIndexedDataset(str(path.with_suffix("")), skip_warmup=True)
-        found["rows"][path.stem] = [str(rows.dtype.__name__), [rows[i].tolist() for i in range(len(rows))]]
-    packed = variable.batch_by_seqlens(LENGTHS, 64, effective_batch_size=2, sequence_picking_order="seqlen")
+        found["rows"][path.stem] = [
+            str(rows.dtype.__name__),
+            [rows[i].tolist() for i in range(len(rows))],
+        ]
+    packed = variable.batch_by_seqlens(
+        LENGTHS, 64, effective_batch_size=2, sequence_picking_order="seqlen"
+    )
     found["packed"] = json.loads(json.dumps(packed, default=int))
     (folder / "numbers.json").write_text(json.dumps(found, default=int))
 

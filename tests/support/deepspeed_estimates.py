@@ -1,4 +1,6 @@
-"""What DeepSpeed's own estimators give for some jobs, as JSON. A program of its own: DeepSpeed changes what imports it."""
+"""What DeepSpeed's own estimators give for some jobs, as JSON. A program of its own:
+DeepSpeed changes what imports it.
+"""
 
 import contextlib
 import io
@@ -6,7 +8,12 @@ import itertools
 import json
 import sys
 
-JOBS = [(10**9, 10**7, 1, 1), (2_851_000_001, 32_000_003, 8, 1), (7 * 10**9, 10**8, 8, 3), (123_457, 1_003, 4, 16)]
+JOBS = [
+    (10**9, 10**7, 1, 1),
+    (2_851_000_001, 32_000_003, 8, 1),
+    (7 * 10**9, 10**8, 8, 3),
+    (123_457, 1_003, 4, 16),
+]
 """Parameters, those of the largest layer, GPUs of a node, and nodes."""
 
 
@@ -17,7 +24,9 @@ def estimates(two: object, three: object) -> list[object]:
         for offload, params, init in itertools.product((True, False), repeat=3):
             if offload or not params:
                 found.append(
-                    three.estimate_zero3_model_states_mem_needs(total, layer, gpus, nodes, offload, params, init)  # type: ignore[attr-defined]
+                    three.estimate_zero3_model_states_mem_needs(
+                        total, layer, gpus, nodes, offload, params, init
+                    )  # type: ignore[attr-defined]
                 )
             found.append(two.estimate_zero2_model_states_mem_needs(total, gpus, nodes, offload))  # type: ignore[attr-defined]
         with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -1,4 +1,6 @@
-"""What DeepSpeed and fzero both train in the tests of its checkpoints: a model, batches and configurations. Imports neither."""
+"""What DeepSpeed and fzero both train in the tests of its checkpoints: a model, batches
+and configurations. Imports neither.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,16 @@ VOCABULARY, GLOBAL_BATCH = 29, 12
 
 
 class Odd(nn.Module):
-    """Odd sizes, tied weights, parameters that are frozen, unused, of one element and, if asked, 0-d; two kinds of buffers."""
+    """Odd sizes, tied weights, parameters that are frozen, unused, of one element and,
+    if asked, 0-d; two kinds of buffers.
+    """
 
     def __init__(self, width: int = 11, *, has_scalar: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(3)
+        )
         nn.init.normal_(self.embed.weight, std=0.3)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
@@ -48,15 +54,24 @@ def batch(number: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return tuple(x.chunk(world_size)[rank] for x in whole)  # type: ignore[return-value]
 
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {  # `torch_adam` saves DeepSpeed the compilation of a kernel
+# `torch_adam` saves DeepSpeed the compilation of a kernel
+OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
-    "Adam": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True, "adam_w_mode": False, "betas": [0.8, 0.9]},
+    "Adam": {
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "torch_adam": True,
+        "adam_w_mode": False,
+        "betas": [0.8, 0.9],
+    },
     "Adagrad": {"lr": 1e-2, "eps": 1e-8},
     "SGD": {"lr": 1e-2, "momentum": 0.9},
 }
 
 
-def config(stage: int, precision: str = "fp32", optimizer: str = "AdamW", **changes: Any) -> dict[str, Any]:
+def config(
+    stage: int, precision: str = "fp32", optimizer: str = "AdamW", **changes: Any
+) -> dict[str, Any]:
     """Of both."""
     cfg: dict[str, Any] = {
         "train_batch_size": GLOBAL_BATCH,
@@ -73,7 +88,12 @@ def config(stage: int, precision: str = "fp32", optimizer: str = "AdamW", **chan
     if precision == "bf16":
         cfg["bf16"] = {"enabled": True}
     if precision == "fp16":
-        cfg["fp16"] = {"enabled": True, "initial_scale_power": 17, "loss_scale_window": 3, "hysteresis": 2}
+        cfg["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": 17,
+            "loss_scale_window": 3,
+            "hysteresis": 2,
+        }
     return cfg | changes
 
 

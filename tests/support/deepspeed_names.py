@@ -1,7 +1,9 @@
-"""Records the names of the installed DeepSpeed in fzero/deepspeed/names.json: `python tests/support/deepspeed_names.py`.
+"""Records the names of the installed DeepSpeed in fzero/deepspeed/names.json:
+`python tests/support/deepspeed_names.py`.
 
-The record is read from DeepSpeed's source with `ast`, so none of its modules is imported. Per module it has the functions,
-classes, exceptions, values, constants with their literal values, and the names imported from other modules of DeepSpeed.
+The record is read from DeepSpeed's source with `ast`, so none of its modules is
+imported. Per module it has the functions, classes, exceptions, values, constants with
+their literal values, and the names imported from other modules of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -29,14 +31,23 @@ class Names:
     errors: set[str] = field(default_factory=set)
     values: set[str] = field(default_factory=set)
     constants: dict[str, Any] = field(default_factory=dict)
-    attributes: dict[str, dict[str, str]] = field(default_factory=dict)  # of classes: constants that are strings
-    imported: dict[str, str] = field(default_factory=dict)  # "module:name", or "module" for a module itself
+    # of classes: constants that are strings
+    attributes: dict[str, dict[str, str]] = field(default_factory=dict)
+    # "module:name", or "module" for a module itself
+    imported: dict[str, str] = field(default_factory=dict)
     stars: list[str] = field(default_factory=list)
     exported: set[str] | None = None  # __all__
 
     def all_names(self) -> set[str]:
         """Every name that the module defines or imports from DeepSpeed."""
-        return self.functions | self.classes | self.errors | self.values | {*self.constants} | {*self.imported}
+        return (
+            self.functions
+            | self.classes
+            | self.errors
+            | self.values
+            | {*self.constants}
+            | {*self.imported}
+        )
 
     def forget(self, name: str) -> None:
         """Removes a name, whatever it is."""
@@ -73,7 +84,9 @@ def source_of(package: Path) -> dict[str, Path]:
 def assigned(node: ast.stmt) -> list[str]:
     """The names that a statement assigns to."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[attr-defined]
-    return [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+    return [
+        part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)
+    ]
 
 
 def read(module: str, path: Path, known: dict[str, Path]) -> Names:
@@ -86,11 +99,16 @@ def read(module: str, path: Path, known: dict[str, Path]) -> Names:
             names.functions.add(node.name)
         elif isinstance(node, ast.ClassDef):
             names.forget(node.name)
-            is_error = any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
+            is_error = any(
+                ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases
+            )
             (names.errors if is_error else names.classes).add(node.name)
             if texts := class_constants(node):
                 names.attributes[node.name] = texts
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and getattr(node, "value", None) is not None:
+        elif (
+            isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)
+            and getattr(node, "value", None) is not None
+        ):
             add_value(names, node, is_plain=node in body)
         elif isinstance(node, ast.ImportFrom):
             add_imports(names, node, module, known)
@@ -102,14 +120,20 @@ def read(module: str, path: Path, known: dict[str, Path]) -> Names:
 
 
 def class_constants(node: ast.ClassDef) -> dict[str, str]:
-    """The constants of a class's body that are strings, such as the NAME of a builder of operators."""
-    plain = [x for x in node.body if isinstance(x, ast.Assign) and isinstance(x.value, ast.Constant)]
+    """The constants of a class's body that are strings, such as the NAME of a builder
+    of operators.
+    """
+    plain = [
+        x for x in node.body if isinstance(x, ast.Assign) and isinstance(x.value, ast.Constant)
+    ]
     pairs = [(name, x.value.value) for x in plain for name in assigned(x)]  # type: ignore[attr-defined]
     return {name: value for name, value in pairs if name.isupper() and isinstance(value, str)}
 
 
 def add_value(names: Names, node: Any, *, is_plain: bool) -> None:
-    """Records an assignment; its value, if it is a literal number, string or None of an unconditional one."""
+    """Records an assignment; its value, if it is a literal number, string or None of an
+    unconditional one.
+    """
     try:
         value = ast.literal_eval(node.value)
     except ValueError:
@@ -122,7 +146,11 @@ def add_value(names: Names, node: Any, *, is_plain: bool) -> None:
         was_there = name in names.all_names()
         names.forget(name)
         is_constant = name.isupper() or isinstance(value, str)  # others are the module's state
-        is_literal = isinstance(node, ast.Assign) and is_constant and isinstance(value, str | int | float | bool | None)
+        is_literal = (
+            isinstance(node, ast.Assign)
+            and is_constant
+            and isinstance(value, str | int | float | bool | None)
+        )
         if is_literal and is_plain and not was_there and not isinstance(node.targets[0], ast.Tuple):
             names.constants[name] = value
         else:
@@ -152,16 +180,23 @@ def add_imports(names: Names, node: ast.ImportFrom, module: str, known: dict[str
 def recorded() -> dict[str, Names]:
     """The names of every module of the installed DeepSpeed."""
     (package,) = {
-        Path(str(f.locate())).parent for f in metadata.files("deepspeed") or () if str(f) == "deepspeed/__init__.py"
+        Path(str(f.locate())).parent
+        for f in metadata.files("deepspeed") or ()
+        if str(f) == "deepspeed/__init__.py"
     }
     known = source_of(package)
     found = {module: read(module, path, known) for module, path in known.items()}
-    for path in (package / "ops" / "op_builder").glob("*.py"):  # its __init__ makes a name of every builder
+    # its __init__ makes a name of every builder
+    for path in (package / "ops" / "op_builder").glob("*.py"):
         builders = [n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)]
         builders = [name for name in builders if name.endswith("Builder")]
         package_of = found["deepspeed.ops.op_builder"]
         package_of.classes.update(builders)
-        texts = found[f"deepspeed.ops.op_builder.{path.stem}"].attributes if path.stem != "__init__" else {}
+        texts = (
+            found[f"deepspeed.ops.op_builder.{path.stem}"].attributes
+            if path.stem != "__init__"
+            else {}
+        )
         package_of.attributes.update({name: texts[name] for name in builders if name in texts})
     return found
 
@@ -173,12 +208,20 @@ def as_json(found: dict[str, Names]) -> str:
         sources = defaultdict(list)
         for name, source in sorted(names.imported.items()):
             module_of, _, original = source.partition(":")
-            sources[module_of].append("" if not original else name if original == name else f"{original}:{name}")
+            sources[module_of].append(
+                "" if not original else name if original == name else f"{original}:{name}"
+            )
             if not original:
                 sources[module_of][-1] = f":{name}"
-        kinds = {kind: " ".join(sorted(getattr(names, kind))) for kind in ("functions", "classes", "errors", "values")}
+        kinds = {
+            kind: " ".join(sorted(getattr(names, kind)))
+            for kind in ("functions", "classes", "errors", "values")
+        }
         imported = {source: " ".join(given) for source, given in sorted(sources.items())}
-        of_classes, constants = dict(sorted(names.attributes.items())), dict(sorted(names.constants.items()))
+        of_classes, constants = (
+            dict(sorted(names.attributes.items())),
+            dict(sorted(names.constants.items())),
+        )
         entry = {**kinds, "attributes": of_classes, "constants": constants, "imported": imported}
         kept: dict[str, Any] = {"is_package": True} if names.is_package else {}
         kept |= {"stars": " ".join(dict.fromkeys(names.stars))} if names.stars else {}

@@ -1,4 +1,6 @@
-"""Writes docs/deepspeed_names.md, the page of DeepSpeed's names: `python tests/support/deepspeed_page.py`."""
+"""Writes docs/deepspeed_names.md, the page of DeepSpeed's names:
+`python tests/support/deepspeed_page.py`.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ NO_EFFECT = re.compile(r"(does|changes) nothing|has no effect|no effect", re.IGN
 
 
 def what_is(module: str, name: str) -> str:
-    """What a name of DeepSpeed is here: "same", "in part", "constant", "no effect" or "an error"; "" for a module."""
+    """What a name of DeepSpeed is here: "same", "in part", "constant", "no effect" or
+    "an error"; "" for a module.
+    """
     where = names.origin(module, name)
     if where is None or where.kind == "modules":
         return ""
@@ -59,18 +63,24 @@ def what_is(module: str, name: str) -> str:
 
 @cache
 def differences() -> dict[str, list[str]]:
-    """The differences of names from DeepSpeed's, as recorded, by the place where it defines them."""
+    """The differences of names from DeepSpeed's, as recorded, by the place where it
+    defines them.
+    """
     found: dict[str, list[str]] = json.loads(RECORD.read_text())
     return found
 
 
 def public_names(module: str) -> list[str]:
-    """The names that a row about a module lists: its own, and those that a package imports by name or from its own modules."""
+    """The names that a row about a module lists: its own, and those that a package
+    imports by name or from its own modules.
+    """
     entry = names.modules()[module]
     given = {*entry.own}
     if entry.is_package:
         origins = {name: names.origin(module, name) for name in names.names_of(module)}
-        given |= {*entry.imported} | {name for name, at in origins.items() if at and at.module.startswith(f"{module}.")}
+        given |= {*entry.imported} | {
+            name for name, at in origins.items() if at and at.module.startswith(f"{module}.")
+        }
     return sorted(name for name in given if not name.startswith("_"))
 
 
@@ -81,19 +91,50 @@ def page() -> str:
         kinds = defaultdict[str, list[str]](list)
         for name in public_names(module):
             kinds[what_is(module, name)].append(name)
-        if kinds["same"] or kinds["in part"] or kinds["no effect"] or (kinds["constant"] and not kinds["an error"]):
+        if (
+            kinds["same"]
+            or kinds["in part"]
+            or kinds["no effect"]
+            or (kinds["constant"] and not kinds["an error"])
+        ):
             here.append(row_of(module, kinds))
         else:
             missing[group_of(module)] += [(module, name) for name in kinds["an error"]]
-    lines = ["## Modules of which fzero has names", "", "| `deepspeed.` | same | in part | no effect | an error |"]
-    lines += ["| --- | --- | --- | --- | --- |", *here, "", "## Modules of which every name is an error", ""]
+    lines = [
+        "## Modules of which fzero has names",
+        "",
+        "| `deepspeed.` | same | in part | no effect | an error |",
+    ]
+    lines += [
+        "| --- | --- | --- | --- | --- |",
+        *here,
+        "",
+        "## Modules of which every name is an error",
+        "",
+    ]
     lines += ["| `deepspeed.` | names | instead |", "| --- | --- | --- |"]
     for group, found in sorted(missing.items()):
         if found:
-            lines.append(f"| `{group.partition('.')[2]}` | {listed(group, found)} | {instead_of(group)} |")
-    lines += ["", "## Names that are here in part", "", "| `deepspeed.` | differences |", "| --- | --- |"]
-    shown = {str(names.origin(m, n)) for m in names.modules() for n in public_names(m) if what_is(m, n) == "in part"}
-    lines += [f"| `{name.partition('.')[2]}` | {in_words(differences()[name])} |" for name in sorted(shown)]
+            lines.append(
+                f"| `{group.partition('.')[2]}` | {listed(group, found)} | {instead_of(group)} |"
+            )
+    lines += [
+        "",
+        "## Names that are here in part",
+        "",
+        "| `deepspeed.` | differences |",
+        "| --- | --- |",
+    ]
+    shown = {
+        str(names.origin(m, n))
+        for m in names.modules()
+        for n in public_names(m)
+        if what_is(m, n) == "in part"
+    }
+    lines += [
+        f"| `{name.partition('.')[2]}` | {in_words(differences()[name])} |"
+        for name in sorted(shown)
+    ]
     return HEAD + "\n" + "\n".join(lines) + "\n"
 
 
@@ -103,15 +144,24 @@ def in_words(found: list[str]) -> str:
     rest = [text for text in found if not text.startswith("no .")]
     made = [text for text in rest if text.startswith("made with")]
     if len(made) > 4:
-        rest = ["made by `initialize` or by its own arguments", *(text for text in rest if text not in made)]
+        rest = [
+            "made by `initialize` or by its own arguments",
+            *(text for text in rest if text not in made),
+        ]
     if lacks:
-        few = quoted(lacks) if len(lacks) <= MOST_LACKING else f"{len(lacks)} methods, such as {quoted(lacks[:5])}"
+        few = (
+            quoted(lacks)
+            if len(lacks) <= MOST_LACKING
+            else f"{len(lacks)} methods, such as {quoted(lacks[:5])}"
+        )
         rest.append(f"without {few}")
     return "; ".join(rest).replace("|", "\\|")
 
 
 def group_of(module: str) -> str:
-    """The row of a module in the second table: the longest prefix that has its own advice; itself where that is too wide."""
+    """The row of a module in the second table: the longest prefix that has its own
+    advice; itself where that is too wide.
+    """
     group = module
     while group not in INSTEAD:
         group = group.rpartition(".")[0]
@@ -122,8 +172,16 @@ def row_of(module: str, kinds: dict[str, list[str]]) -> str:
     """One row of the table of modules that fzero has names of."""
     same = [quoted(kinds["same"])] if kinds["same"] else []
     same += [f"constants: {len(kinds['constant'])}"] if kinds["constant"] else []
-    cells = ("; ".join(same), quoted(kinds["in part"]), quoted(kinds["no effect"]), quoted(kinds["an error"]))
-    return f"| `{module.partition('.')[2] or 'deepspeed'}` | {' | '.join(cell or '–' for cell in cells)} |"
+    cells = (
+        "; ".join(same),
+        quoted(kinds["in part"]),
+        quoted(kinds["no effect"]),
+        quoted(kinds["an error"]),
+    )
+    return (
+        f"| `{module.partition('.')[2] or 'deepspeed'}` | "
+        f"{' | '.join(cell or '–' for cell in cells)} |"
+    )
 
 
 def quoted(found: list[str]) -> str:
@@ -132,13 +190,19 @@ def quoted(found: list[str]) -> str:
 
 
 def listed(group: str, found: list[tuple[str, str]]) -> str:
-    """The names of a group of modules; of many, those of the package itself, and the number of others."""
+    """The names of a group of modules; of many, those of the package itself, and the
+    number of others.
+    """
     all_names, modules = {name for _, name in found}, {module for module, _ in found}
     if len(all_names) <= MOST:
         return quoted(sorted(all_names))
     own = sorted({name for module, name in found if module == group})
     rest = len(all_names) - len(own)
-    return quoted(own) + ("; " if own else "") + f"all {rest} {'other ' if own else ''}names of {len(modules)} modules"
+    return (
+        quoted(own)
+        + ("; " if own else "")
+        + f"all {rest} {'other ' if own else ''}names of {len(modules)} modules"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A process that imports the real DeepSpeed, once, and forks ranks that train with it: one request a line, one answer a line."""
+"""A process that imports the real DeepSpeed, once, and forks ranks that train with it:
+one request a line, one answer a line.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+os.environ |= {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 
 import deepspeed
 import deepspeed.checkpoint.ds_to_universal as ds_to_universal
@@ -39,8 +46,11 @@ def train(job: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
         free = [p for name, p in named if re.search(DECAY_FREE, name)]
         others = [p for name, p in named if not re.search(DECAY_FREE, name)]
         groups = [{"params": others}, {"params": free, "weight_decay": 0.0}]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=dict(job["config"]))
-    if job.get("forgets_first_step"):  # which FP16_Optimizer makes with gradients of zero, for Adam to count
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups, config=dict(job["config"])
+    )
+    # which FP16_Optimizer makes with gradients of zero, for Adam to count
+    if job.get("forgets_first_step"):
         engine.optimizer.optimizer.state.clear()
     start, stop = 0, job["before"] + job["after"]
     if "load" in job:
@@ -61,7 +71,9 @@ def train(job: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
     reported = {
         "losses": losses[job["before"] - start if start < job["before"] else 0 :],
         "skipped": engine.skipped_steps,
-        "scale": float(getattr(engine.optimizer, "cur_scale", 1.0)) if "fp16" in job["config"] else 1.0,
+        "scale": float(getattr(engine.optimizer, "cur_scale", 1.0))
+        if "fp16" in job["config"]
+        else 1.0,
     }
     engine.destroy()
     return reported
@@ -72,13 +84,21 @@ def convert(job: dict[str, Any]) -> None:
     if "weights" in job:
         torch.save(dict(get_fp32_state_dict_from_zero_checkpoint(job["input"])), job["weights"])
         return
-    words = ["--input_folder", job["input"], "--output_folder", job["output"], "--inject_missing_state"]
+    words = [
+        "--input_folder",
+        job["input"],
+        "--output_folder",
+        job["output"],
+        "--inject_missing_state",
+    ]
     words += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     sys.argv = ["ds_to_universal", *words]
     ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
-def serve_rank(rank: int, world_size: int, store: str, jobs: list[dict[str, Any]], out: int) -> None:
+def serve_rank(
+    rank: int, world_size: int, store: str, jobs: list[dict[str, Any]], out: int
+) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     torch.set_num_threads(1)
     answers: Any
@@ -127,7 +147,9 @@ def run(world_size: int, jobs: list[dict[str, Any]]) -> Any:
         os.waitpid(pid, 0)
     shutil.rmtree(Path(store).parent)
     reported = [json.loads(answer) for answer in answers if answer]
-    return next((x for x in reported if isinstance(x, str)), reported[0] if reported else "no rank answered")
+    return next(
+        (x for x in reported if isinstance(x, str)), reported[0] if reported else "no rank answered"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""What a script sees of every public name of DeepSpeed, there and here: signatures, defaults, bases, fields, members.
+"""What a script sees of every public name of DeepSpeed, there and here: signatures,
+defaults, bases, fields, members.
 
-`python tests/support/deepspeed_shape.py` compares the installed DeepSpeed with fzero's names and records every difference in
-`deepspeed_differences.json`, from which the page of names says what is here in part. A function differs where a call that
-DeepSpeed's takes would fail, or has another default; a class where it lacks a base, a public method, a field or a member.
-`python … real` and `python … alias` print the description of one package: each needs a process, as both have one name.
+`python tests/support/deepspeed_shape.py` compares the installed DeepSpeed with fzero's
+names and records every difference in `deepspeed_differences.json`, from which the page
+of names says what is here in part. A function differs where a call that DeepSpeed's
+takes would fail, or has another default; a class where it lacks a base, a public
+method, a field or a member. `python … real` and `python … alias` print the description
+of one package: each needs a process, as both have one name.
 """
 
 from __future__ import annotations
@@ -66,7 +69,9 @@ def is_own(value: Any) -> bool:
 
 
 def methods(cls: type) -> dict[str, Any]:
-    """The public attributes of a class and its bases: parameters, or "class", "property" or "value"."""
+    """The public attributes of a class and its bases: parameters, or "class",
+    "property" or "value".
+    """
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base is object:
@@ -86,10 +91,14 @@ def methods(cls: type) -> dict[str, Any]:
 
 def fields(cls: Any) -> dict[str, list[str]]:
     """The fields of a pydantic model or a dataclass: default and alias of each."""
-    if "model_fields" in dir(cls) and not isinstance(inspect.getattr_static(cls, "model_fields"), type(None)):
+    if "model_fields" in dir(cls) and not isinstance(
+        inspect.getattr_static(cls, "model_fields"), type(None)
+    ):
         return {
             name: [
-                "required" if field.is_required() else shown(field.get_default(call_default_factory=True)),
+                "required"
+                if field.is_required()
+                else shown(field.get_default(call_default_factory=True)),
                 field.alias or "",
             ]
             for name, field in cls.model_fields.items()
@@ -122,13 +131,24 @@ def described(value: Any) -> dict[str, Any]:
         own = [b.__name__ for b in value.__mro__[1:] if is_own(b)]
         members = {m.name: shown(m.value) for m in value} if issubclass(value, enum.Enum) else {}  # type: ignore[var-annotated]
         made = parameters(value) if not issubclass(value, enum.Enum | BaseException) else None
-        return {"kind": "error" if issubclass(value, BaseException) else "class", "bases": bases, "own": own,
-                "init": made, "methods": methods(value), "fields": fields(value), "members": members}  # fmt: skip
+        return {
+            "kind": "error" if issubclass(value, BaseException) else "class",
+            "bases": bases,
+            "own": own,
+            "init": made,
+            "methods": methods(value),
+            "fields": fields(value),
+            "members": members,
+        }
     if inspect.ismodule(value):
         return {"kind": "module"}
     if inspect.isroutine(value) or (callable(value) and hasattr(value, "__wrapped__")):
         return {"kind": "function", "parameters": parameters(value)}
-    return {"kind": "value", "type": type(value).__name__, "value": shown(value) if not callable(value) else ""}
+    return {
+        "kind": "value",
+        "type": type(value).__name__,
+        "value": shown(value) if not callable(value) else "",
+    }
 
 
 def described_module(module: Any) -> dict[str, dict[str, Any]]:
@@ -160,8 +180,15 @@ def main(which: str) -> None:
                 print(f"{theirs}: {type(error).__name__}: {error}", file=sys.stderr)
                 continue
             if which == "alias":
-                own = {n: alias.own_attribute(theirs, n) or own_elsewhere(theirs, n) for n in names.names_of(theirs)}
-                result[theirs] = {n: described(x[0]) for n, x in own.items() if x is not None and not n.startswith("_")}
+                own = {
+                    n: alias.own_attribute(theirs, n) or own_elsewhere(theirs, n)
+                    for n in names.names_of(theirs)
+                }
+                result[theirs] = {
+                    n: described(x[0])
+                    for n, x in own.items()
+                    if x is not None and not n.startswith("_")
+                }
             else:
                 result[theirs] = described_module(module)
     print(json.dumps(result))
@@ -198,13 +225,21 @@ def _of_call(theirs: list[list[str]] | None, ours: list[list[str]] | None) -> li
             found.append(f"{name} at another position")
         index += kind.startswith("POSITIONAL")
     known = {x[0] for x in theirs}
-    return found + [f"{n} is required" for n, k, d in ours if n not in known and not k.startswith("VAR") and not d]
+    return found + [
+        f"{n} is required"
+        for n, k, d in ours
+        if n not in known and not k.startswith("VAR") and not d
+    ]
 
 
 def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """What a script that is written for the first object finds otherwise in the second."""
     if theirs["kind"] == "module" or theirs["kind"] != ours["kind"]:
-        return [] if theirs["kind"] == ours["kind"] else [f"a {ours['kind']}, there a {theirs['kind']}"]
+        return (
+            []
+            if theirs["kind"] == ours["kind"]
+            else [f"a {ours['kind']}, there a {theirs['kind']}"]
+        )
     if theirs["kind"] == "function":
         return _of_call(theirs["parameters"], ours["parameters"])
     if theirs["kind"] == "value":
@@ -212,7 +247,11 @@ def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         return (
             []
             if is_same
-            else ["another value" if len(theirs["value"]) > 40 else f"{ours['value']}, there {theirs['value']}"]
+            else [
+                "another value"
+                if len(theirs["value"]) > 40
+                else f"{ours['value']}, there {theirs['value']}"
+            ]
         )
     found = [f"no base {b}" for key in ("bases", "own") for b in theirs[key] if b not in ours[key]]
     found += [f"made with {x}" if " " in x else x for x in _of_call(theirs["init"], ours["init"])]
@@ -225,7 +264,9 @@ def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     for name, field in theirs["fields"].items():
         mine = ours["fields"].get(name)
         found += (
-            [] if mine == field else [f"no field {name}" if mine is None else f"field {name}: {mine}, there {field}"]
+            []
+            if mine == field
+            else [f"no field {name}" if mine is None else f"field {name}: {mine}, there {field}"]
         )
     return found + ([] if theirs["members"] == ours["members"] else ["other members"])
 
@@ -239,7 +280,9 @@ def described_package(which: str) -> dict[str, dict[str, Any]]:
 
 
 def differences() -> dict[str, list[str]]:
-    """Every difference of a name that fzero has, by the place where DeepSpeed defines it."""
+    """Every difference of a name that fzero has, by the place where DeepSpeed defines
+    it.
+    """
     from fzero.deepspeed import names
 
     real, alias = described_package("real"), described_package("alias")
@@ -253,7 +296,9 @@ def differences() -> dict[str, list[str]]:
 
 def as_json(found: Mapping[str, list[str]]) -> str:
     """The record, with one line for each name."""
-    return "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items()) + "\n}\n"
+    return (
+        "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items()) + "\n}\n"
+    )
 
 
 if __name__ == "__main__":

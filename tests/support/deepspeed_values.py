@@ -1,4 +1,6 @@
-"""What the real DeepSpeed accepts and computes: `python tests/support/deepspeed_values.py FILE` writes FILE as JSON."""
+"""What the real DeepSpeed accepts and computes:
+`python tests/support/deepspeed_values.py FILE` writes FILE as JSON.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ LRS = ([0.1], [0.1, 0.2])
 _CYCLE = {"cycle_first_step_size": 5, "decay_step_size": 2, "decay_lr_rate": 0.5}
 SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("WarmupLR", {"warmup_num_steps": 6}),
-    ("WarmupLR", {"warmup_num_steps": 6, "warmup_max_lr": 0.3, "warmup_min_lr": 0.01, "warmup_type": "linear"}),
+    (
+        "WarmupLR",
+        {
+            "warmup_num_steps": 6,
+            "warmup_max_lr": 0.3,
+            "warmup_min_lr": 0.01,
+            "warmup_type": "linear",
+        },
+    ),
     ("WarmupLR", {"warmup_num_steps": 6, "warmup_max_lr": [0.3, 0.4], "warmup_min_lr": [0.0, 0.1]}),
     ("WarmupDecayLR", {"total_num_steps": 15, "warmup_num_steps": 4}),
     ("WarmupDecayLR", {"total_num_steps": 15, "warmup_num_steps": 4, "warmup_max_lr": [0.3, 0.1]}),
@@ -20,7 +30,11 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("LRRangeTest", {"lr_range_test_min_lr": 0.02, "lr_range_test_step_size": 3}),
     (
         "LRRangeTest",
-        {"lr_range_test_min_lr": [0.02, 0.03], "lr_range_test_step_size": 3, "lr_range_test_staircase": True},
+        {
+            "lr_range_test_min_lr": [0.02, 0.03],
+            "lr_range_test_step_size": 3,
+            "lr_range_test_staircase": True,
+        },
     ),
     ("OneCycle", {"cycle_min_lr": 0.05, "cycle_max_lr": 0.5, **_CYCLE}),
     ("OneCycle", {"cycle_min_lr": [0.05, 0.01], "cycle_max_lr": [0.5, 0.1], **_CYCLE}),
@@ -63,7 +77,9 @@ def main(file: Path) -> None:
         for lrs in LRS:
             if not fits(params, lrs):
                 continue
-            optimizer = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs])
+            optimizer = torch.optim.AdamW(
+                [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs]
+            )
             scheduler = getattr(lr_schedules, name)(optimizer, **params)
             found = []
             for _ in range(20):

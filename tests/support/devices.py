@@ -1,10 +1,13 @@
-"""The device of the tests: the processor, a card (`pytest --device cuda`), or the pretended one (`--device pretended`).
+"""The device of the tests: the processor, a card (`pytest --device cuda`), or the
+pretended one (`--device pretended`).
 
-Tests make models and batches by `training.make`, `tokens` and `vectors`, which put them on the device, or take the fixture
-`device`. On a device only the tests of `ON_A_DEVICE` run: the first case of every function in this order, then the second
-cases, and so on, so that each law is tried before the time is over. A card has one real rank, for NCCL takes one for each card;
-the pretended one has as many as are asked for, with collectives of a pretended NCCL. Tests that have not begun by `--until` are
-reported as not reached, and `--lines` gets a line of JSON for each test when it ends.
+Tests make models and batches by `training.make`, `tokens` and `vectors`, which put them
+on the device, or take the fixture `device`. On a device only the tests of `ON_A_DEVICE`
+run: the first case of every function in this order, then the second cases, and so on,
+so that each law is tried before the time is over. A card has one real rank, for NCCL
+takes one for each card; the pretended one has as many as are asked for, with
+collectives of a pretended NCCL. Tests that have not begun by `--until` are reported as
+not reached, and `--lines` gets a line of JSON for each test when it ends.
 """
 
 from __future__ import annotations
@@ -39,9 +42,13 @@ ON_A_DEVICE: tuple[tuple[str, str], ...] = (
     ("attention/test_modules.py", ""),
     ("model/test_checkpointing.py", ""),
 )
-"""File of tests, and a part of the names of functions (all, if it is empty), by worth."""
+"""File of tests, and a part of the names of functions (all, if it is empty), by worth.
+"""
 
-ROUNDS = "the processor's AdamW rounds otherwise than the card's; `make gpu ARGS=--laws` compares them to rounding"
+ROUNDS = (
+    "the processor's AdamW rounds otherwise than the card's; `make gpu ARGS=--laws` compares "
+    "them to rounding"
+)
 ASSERTS = "on a device an error of the loss is an assertion there, which ends the process"
 ON_THE_CPU = "its state or its oracle, of another package, is on the CPU"
 NOT_ON_A_DEVICE: dict[str, dict[str, str]] = {
@@ -67,16 +74,20 @@ NOT_ON_A_DEVICE: dict[str, dict[str, str]] = {
         "test_a_bad_weight_is_reported": ASSERTS,
         "test_bf16_skips_gradients_that_are_not_finite_in_every_stage_or_raises": ASSERTS,
         "test_ranks_with_other_numbers_of_backwards_are_reported": (
-            "on a device a rank does not read what others are doing, for it would wait; their collectives fail or hang"
+            "on a device a rank does not read what others are doing, for it would wait; their "
+            "collectives fail or hang"
         ),
         "test_a_step_that_overflows_changes_only_the_loss_scale": (
-            "on a device the random state of a skipped step goes on, for the host does not wait to know that it is skipped"
+            "on a device the random state of a skipped step goes on, for the host does not wait to "
+            "know that it is skipped"
         ),
         "fsdp2": ON_THE_CPU,
         "_dcp_": ON_THE_CPU,
     },
 }
-"""Parts of names of tests within these files that cannot run on a card, on the pretended one, or on any, and why."""
+"""Parts of names of tests within these files that cannot run on a card, on the
+pretended one, or on any, and why.
+"""
 
 Where = Literal["cpu", "cuda", "pretended"]
 T = TypeVar("T")
@@ -104,7 +115,9 @@ def here(tree: T) -> T:
 class OneRank:
     """In place of `RankPool`, on a device: this process is the one rank."""
 
-    def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def __call__(
+        self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Any]:
         if world_size > 1:
             pytest.skip("needs several real ranks, and NCCL takes one for each card; here is one")
         with group_of_one():
@@ -117,7 +130,9 @@ class OneRank:
 class PretendedRanks(RankPool):
     """Ranks of which each has a pretended card."""
 
-    def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def __call__(
+        self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Any]:
         return super().__call__(world_size, on_a_pretended_rank, function, *args, **kwargs)
 
 
@@ -140,7 +155,9 @@ def group_of_one() -> Iterator[None]:
 
 @contextmanager
 def waits_of_the_host() -> Iterator[list[str]]:
-    """Gets, at its end, each wait of the host for the device inside: the operator, or the place of a program on a card."""
+    """Gets, at its end, each wait of the host for the device inside: the operator, or
+    the place of a program on a card.
+    """
     found: list[str] = []
     if where() == "cuda":
         with warnings.catch_warnings(record=True) as seen:
@@ -151,7 +168,9 @@ def waits_of_the_host() -> Iterator[list[str]]:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         # PyTorch also warns, once in a process, that this mode does not see every wait.
-        found += [f"{x.filename}:{x.lineno}" for x in seen if "called a synchronizing" in str(x.message)]
+        found += [
+            f"{x.filename}:{x.lineno}" for x in seen if "called a synchronizing" in str(x.message)
+        ]
         return
     (card,) = CARDS
     before = card.waits + card.drains
@@ -159,43 +178,63 @@ def waits_of_the_host() -> Iterator[list[str]]:
     found += sorted((card.waits + card.drains - before).elements())
 
 
-# --- hooks of pytest, which tests/conftest.py takes ------------------------------------------------------------------
+# --- hooks of pytest, which tests/conftest.py takes -----------------------------------------------
 
 
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--device", choices=["cpu", "cuda", "pretended"], default=where(), help="where models and batches are"
+        "--device",
+        choices=["cpu", "cuda", "pretended"],
+        default=where(),
+        help="where models and batches are",
     )
-    parser.addoption("--until", type=float, help="the time (in seconds since 1970) after which no test begins")
+    parser.addoption(
+        "--until", type=float, help="the time (in seconds since 1970) after which no test begins"
+    )
     parser.addoption("--lines", type=Path, help="a file that gets one line of JSON for each test")
 
 
 def configure(config: pytest.Config) -> None:
     os.environ[VARIABLE] = config.getoption("--device")
     if where() == "cuda" and not torch.cuda.is_available():
-        raise pytest.UsageError("--device cuda: torch sees no card here; --device pretended runs them without one")
+        raise pytest.UsageError(
+            "--device cuda: torch sees no card here; --device pretended runs them without one"
+        )
 
 
 def is_left_out(path: Path) -> bool:
-    """Whether a file has no test for the device; then it is not imported, for packages may be missing there."""
+    """Whether a file has no test for the device; then it is not imported, for packages
+    may be missing there.
+    """
     if where() == "cpu" or path.suffix != ".py":
         return False
     return not any(path == Path(__file__).parents[1] / file for file, _ in ON_A_DEVICE)
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On a device: the tests of the table, short ones first, and of those the first case of each function."""
+    """On a device: the tests of the table, short ones first, and of those the first
+    case of each function.
+    """
     if where() == "cpu":
         return
-    root, rank, num_cases = Path(__file__).parents[1], dict[str, tuple[bool, int, int]](), Counter[tuple[str, bool]]()
+    root, rank, num_cases = (
+        Path(__file__).parents[1],
+        dict[str, tuple[bool, int, int]](),
+        Counter[tuple[str, bool]](),
+    )
     for item in items:
         file, function = item.path.relative_to(root).as_posix(), item.nodeid.partition("::")[2]
         places = [n for n, (of, name) in enumerate(ON_A_DEVICE) if of == file and name in function]
         if places and not item.get_closest_marker("nightly"):
-            cases, is_long = item.nodeid.partition("[")[0], item.get_closest_marker("long") is not None
+            cases, is_long = (
+                item.nodeid.partition("[")[0],
+                item.get_closest_marker("long") is not None,
+            )
             rank[item.nodeid] = is_long, num_cases[cases, is_long], min(places)
             num_cases[cases, is_long] += 1
-    taken = sorted((item for item in items if item.nodeid in rank), key=lambda item: rank[item.nodeid])
+    taken = sorted(
+        (item for item in items if item.nodeid in rank), key=lambda item: rank[item.nodeid]
+    )
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in rank])
     for item in taken:
         for part, why in (NOT_ON_A_DEVICE["any"] | NOT_ON_A_DEVICE[where()]).items():
@@ -214,7 +253,9 @@ def begin(item: pytest.Item) -> None:
 
 
 def report(config: pytest.Config, report: pytest.TestReport) -> None:
-    """Writes the line of a test: when its call has ended, or what came before or after has failed or skipped it."""
+    """Writes the line of a test: when its call has ended, or what came before or after
+    has failed or skipped it.
+    """
     path = config.getoption("--lines")
     if path is None or hasattr(config, "workerinput") or (report.when != "call" and report.passed):
         return
@@ -223,10 +264,17 @@ def report(config: pytest.Config, report: pytest.TestReport) -> None:
         said = report.longreprtext[-1500:]
     elif report.skipped:
         said = (
-            report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            report.longrepr[2].removeprefix("Skipped: ")
+            if isinstance(report.longrepr, tuple)
+            else str(report.longrepr)
         )
         outcome = "not reached" if said == NOT_REACHED else "skipped"  # type: ignore[assignment]
-    line = {"name": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 2), "said": said}
+    line = {
+        "name": report.nodeid,
+        "outcome": outcome,
+        "seconds": round(report.duration, 2),
+        "said": said,
+    }
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -259,7 +307,9 @@ def pretended() -> Iterator[None]:
 
 @contextmanager
 def on_any_card() -> Iterator[None]:
-    """Inside, the device of the tests is a card: the pretended one, if it is the processor otherwise."""
+    """Inside, the device of the tests is a card: the pretended one, if it is the
+    processor otherwise.
+    """
     if where() != "cpu":
         yield
         return

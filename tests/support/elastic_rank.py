@@ -1,4 +1,5 @@
-"""What does a rank of an elastic job do? `elastic_rank.py FOLDER`: trains on any number of ranks, and goes on from what is saved.
+"""What does a rank of an elastic job do? `elastic_rank.py FOLDER`: trains on any number
+of ranks, and goes on from what is saved.
 
 `train` is also what an undisturbed run does, from one number of steps to another.
 """
@@ -18,7 +19,12 @@ import fzero
 
 NUM_STEPS, EVERY, WIDTH = 24, 3, 8
 CONFIG = {
-    "elasticity": {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [1, 2], "version": 0.1},
+    "elasticity": {
+        "enabled": True,
+        "max_train_batch_size": 12,
+        "micro_batch_sizes": [1, 2],
+        "version": 0.1,
+    },
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
@@ -27,19 +33,27 @@ CONFIG = {
 def make_step() -> fzero.TrainStep:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
-    return fzero.make_train_step(model, CONFIG, loss_fn=lambda model, x: (model(x) - x).square().mean())
+    return fzero.make_train_step(
+        model, CONFIG, loss_fn=lambda model, x: (model(x) - x).square().mean()
+    )
 
 
 def samples(number: int, step: fzero.TrainStep) -> Tensor:
-    """This rank's part of the global batch of a step, which is the same on every number of ranks."""
+    """This rank's part of the global batch of a step, which is the same on every number
+    of ranks.
+    """
     sizes = fzero.Config.load(CONFIG).batch_sizes(step.world_size)
     assert sizes.train == 12 and sizes.micro is not None
     batch = torch.randn(sizes.train, WIDTH, generator=torch.Generator().manual_seed(number))
     return batch.chunk(step.world_size)[step.rank]
 
 
-def train(folder: Path, stop: int = NUM_STEPS, *, attempt: int = 0, seconds: float = 0.0) -> dict[str, Any]:
-    """Trains until step `stop`, from the start or from what is saved in `folder`; the weights at the end."""
+def train(
+    folder: Path, stop: int = NUM_STEPS, *, attempt: int = 0, seconds: float = 0.0
+) -> dict[str, Any]:
+    """Trains until step `stop`, from the start or from what is saved in `folder`; the
+    weights at the end.
+    """
     step = make_step()
     state, number = step.init(), 0
     if (folder / "saved" / "latest").exists():

@@ -1,4 +1,6 @@
-"""Graphs of training steps of a stack of blocks, traced without processes, and ways to run them."""
+"""Graphs of training steps of a stack of blocks, traced without processes, and ways to
+run them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ GROUP = "0"
 class Block(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, hidden),
+            nn.Linear(hidden, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -70,7 +76,8 @@ def captures() -> Iterator[list[Graph]]:
 
 @dataclass(frozen=True)
 class Traced:
-    """The graph of one rank's step, its arguments on real tensors, and what the graph is made of.
+    """The graph of one rank's step, its arguments on real tensors, and what the graph
+    is made of.
 
     Attributes:
         module: the graph, as captured.
@@ -101,7 +108,8 @@ def trace_step(
     persist_below: int = 0,
     real: bool = True,
 ) -> Traced:
-    """The graph of one step: gathers, forward, backward, reductions, Adam, copies into the placeholders.
+    """The graph of one step: gathers, forward, backward, reductions, Adam, copies into
+    the placeholders.
 
     Args:
         hiddens: the width inside each block.
@@ -117,7 +125,10 @@ def trace_step(
     torch.manual_seed(0)
     with torch.device("cpu" if real else "meta"):
         model = Stack(hiddens, width, tied=tied)
-    units = [[f"blocks.{i}.{name}" for name, _ in block.named_parameters()] for i, block in enumerate(model.blocks)]
+    units = [
+        [f"blocks.{i}.{name}" for name, _ in block.named_parameters()]
+        for i, block in enumerate(model.blocks)
+    ]
     units = [["embed.weight"], *units, *([] if tied else [["head.weight"]])]
     params = dict(model.named_parameters())
     pad = 2 * world_size
@@ -133,7 +144,9 @@ def trace_step(
     def reduce(flat: Tensor) -> Tensor:
         if by_exchange:
             numel = flat.numel() // world_size
-            parts = c10d.wait_tensor(c10d.all_to_all_single(flat, [numel] * world_size, [numel] * world_size, GROUP))
+            parts = c10d.wait_tensor(
+                c10d.all_to_all_single(flat, [numel] * world_size, [numel] * world_size, GROUP)
+            )
             first, *others = parts.view(world_size, numel).unbind()
             for other in others:
                 first = first + other
@@ -141,10 +154,16 @@ def trace_step(
         return c10d.wait_tensor(c10d.reduce_scatter_tensor(flat, "avg", world_size, GROUP))
 
     def step(
-        tokens: Tensor, count: Tensor, flats: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]
+        tokens: Tensor,
+        count: Tensor,
+        flats: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
     ) -> Tensor:
         full = [
-            c10d.wait_tensor(c10d.all_gather_into_tensor(flat, world_size, GROUP)) if is_cut else flat.detach()
+            c10d.wait_tensor(c10d.all_gather_into_tensor(flat, world_size, GROUP))
+            if is_cut
+            else flat.detach()
             for flat, is_cut in zip(flats, cut)
         ]
         leaves = [flat.requires_grad_() for flat in full]
@@ -176,7 +195,9 @@ def trace_step(
             for flat, grad, exp_avg, exp_avg_sq in zip(rank_slices, reduced, exp_avgs, exp_avg_sqs):
                 m = exp_avg * 0.9 + grad * 0.1
                 v = exp_avg_sq * 0.95 + grad * grad * 0.05
-                new = flat * 0.99 - 0.01 * (m / (1 - 0.9**new_count)) / ((v / (1 - 0.95**new_count)).sqrt() + 1e-8)
+                new = flat * 0.99 - 0.01 * (m / (1 - 0.9**new_count)) / (
+                    (v / (1 - 0.95**new_count)).sqrt() + 1e-8
+                )
                 news.append((new, m, v))
             for index, (new, m, v) in enumerate(news):
                 if sharded[index] and not cut[index]:
@@ -209,15 +230,21 @@ def trace_step(
         else:
             fake_args = args_of(0, "cpu")
         module = make_fx(step)(*fake_args)
-    every = [torch.utils._pytree.tree_leaves(args_of(rank, "cpu")) for rank in range(world_size)] if real else []
+    every = (
+        [torch.utils._pytree.tree_leaves(args_of(rank, "cpu")) for rank in range(world_size)]
+        if real
+        else []
+    )
     return Traced(module, every, padded)
 
 
-# --- running -------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 def run_ranks(graph: Graph, args: list[list[Tensor]]) -> list[list[Tensor]]:
-    """Runs the graph for all ranks in lockstep; returns for each rank its result and its arguments, as written into."""
+    """Runs the graph for all ranks in lockstep; returns for each rank its result and
+    its arguments, as written into.
+    """
     args = [[arg.clone() for arg in of_rank] for of_rank in args]
     envs: list[dict[Any, Any]] = [{} for _ in args]
     inputs = [iter(of_rank) for of_rank in args]
@@ -234,7 +261,9 @@ def run_ranks(graph: Graph, args: list[list[Tensor]]) -> list[list[Tensor]]:
             results = [positional[0] for positional, _ in values]
             break
         elif getattr(node.target, "namespace", "") == "_c10d_functional":
-            made = COLLECTIVES[node.target.__name__.split(".")[0]]([positional for positional, _ in values])
+            made = COLLECTIVES[node.target.__name__.split(".")[0]](
+                [positional for positional, _ in values]
+            )
         else:
             made = [node.target(*positional, **named) for positional, named in values]
         for env, value in zip(envs, made):
@@ -263,7 +292,9 @@ COLLECTIVES: dict[str, Callable[[list[Any]], list[Tensor]]] = {
     "all_gather_into_tensor_coalesced": lambda calls: (
         [[torch.cat(shards) for shards in zip(*(args[0] for args in calls))]] * len(calls)
     ),
-    "all_reduce": lambda calls: [_in_rank_order([a[0] for a in calls], calls[0][1] == "avg")] * len(calls),
+    "all_reduce": lambda calls: (
+        [_in_rank_order([a[0] for a in calls], calls[0][1] == "avg")] * len(calls)
+    ),
     "reduce_scatter_tensor": lambda calls: list(
         _in_rank_order([args[0] for args in calls], calls[0][1] == "avg").chunk(len(calls))
     ),

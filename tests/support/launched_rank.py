@@ -1,4 +1,6 @@
-"""What does a rank do in the tests of the launcher? `launched_rank.py SCENARIO FOLDER`; each rank leaves files in FOLDER."""
+"""What does a rank do in the tests of the launcher? `launched_rank.py SCENARIO FOLDER`;
+each rank leaves files in FOLDER.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ SECONDS = 600  # longer than any test; what still sleeps then has been left behi
 
 
 def train(folder: Path, leaves: int | None = None) -> None:
-    """Trains five steps; the rank `leaves` ends before the third, with code 0 and without a word."""
+    """Trains five steps; the rank `leaves` ends before the third, with code 0 and
+    without a word.
+    """
     import torch  # takes seconds, which other scenarios need not wait for
 
     import fzero
@@ -30,7 +34,9 @@ def train(folder: Path, leaves: int | None = None) -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
-    step = fzero.make_train_step(model, fzero.Config.load(cfg), loss_fn=lambda model, x: (model(x) - x).square().mean())
+    step = fzero.make_train_step(
+        model, fzero.Config.load(cfg), loss_fn=lambda model, x: (model(x) - x).square().mean()
+    )
     state, losses = step.init(), []
     for number in range(5):
         if number == 2 and rank == leaves:

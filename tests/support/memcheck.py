@@ -1,16 +1,23 @@
-"""The tests under a malloc that finds stale writes (quarantine.c), then Inductor's kernels under AddressSanitizer and chosen jobs
-under valgrind. `make memcheck` runs it.
+"""The tests under a malloc that finds stale writes (quarantine.c), then Inductor's
+kernels under AddressSanitizer and chosen jobs under valgrind. `make memcheck` runs it.
 
-    python tests/support/memcheck.py                                  the tests of `make test`: 25 minutes; and the other parts
-    python tests/support/memcheck.py --long                           with the long tests: many hours on two cores
-    python tests/support/memcheck.py --tests tests/storage/test_stream.py     these tests only, and nothing else
-    python tests/support/memcheck.py --kernels                        AddressSanitizer only
-    python tests/support/memcheck.py --valgrind                       valgrind only: about a quarter of an hour
+    python tests/support/memcheck.py
+        the tests of `make test`: 25 minutes; and the other parts
+    python tests/support/memcheck.py --long
+        with the long tests: many hours on two cores
+    python tests/support/memcheck.py --tests tests/storage/test_stream.py
+        these tests only, and nothing else
+    python tests/support/memcheck.py --kernels
+        AddressSanitizer only
+    python tests/support/memcheck.py --valgrind
+        valgrind only: about a quarter of an hour
 
-Under quarantine.c a test that limits memory, or measures it or time, may fail; what counts is what the malloc writes to
-out/memcheck/quarantine.log, and whether a process is ended by a signal. New memory holds NaN (filled.py), so any other test that
-fails may have read memory that nobody wrote. AddressSanitizer (g++ has it) looks at every access of the kernels that Inductor
-generates, and at no other code. Valgrind (`apt-get install valgrind`) looks at every access of two gloo processes, of which one
+Under quarantine.c a test that limits memory, or measures it or time, may fail; what
+counts is what the malloc writes to out/memcheck/quarantine.log, and whether a process
+is ended by a signal. New memory holds NaN (filled.py), so any other test that fails may
+have read memory that nobody wrote. AddressSanitizer (g++ has it) looks at every access
+of the kernels that Inductor generates, and at no other code. Valgrind
+(`apt-get install valgrind`) looks at every access of two gloo processes, of which one
 is killed in its last backward.
 """
 
@@ -36,7 +43,14 @@ SIMPLE = {  # instructions that valgrind knows
     "OMP_NUM_THREADS": "1",
 }
 KERNELS = ("tests/graph", "tests/comms/test_primitives.py")
-CORRUPTED = ("malloc():", "free():", "corrupted", "Segmentation fault", "Fatal Python error", "crashed while running")
+CORRUPTED = (
+    "malloc():",
+    "free():",
+    "corrupted",
+    "Segmentation fault",
+    "Fatal Python error",
+    "crashed while running",
+)
 TESTS_RAN = (0, 1)  # pytest's codes where all tests ran: some may have failed
 
 
@@ -59,10 +73,24 @@ def quarantine(tests: list[str], *, with_long: bool = False) -> list[str]:
     environment |= {"LD_PRELOAD": str(library), "QUARANTINE_LOG": str(log), "OMP_NUM_THREADS": "1"}
     chosen = "not nightly" if with_long else "not long and not nightly"
     command = [
-        sys.executable, "-m", "pytest", "-p", "filled", "-n", "logical", "--dist", "worksteal", "-m", chosen, "-rf", *tests,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "filled",
+        "-n",
+        "logical",
+        "--dist",
+        "worksteal",
+        "-m",
+        chosen,
+        "-rf",
+        *tests,
+    ]
     with (OUT / "pytest.log").open("w") as out:
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
+        code = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT
+        ).returncode
     text = (OUT / "pytest.log").read_text()
     print("\n".join(text.splitlines()[-20:]))
     found = [line for line in text.splitlines() if any(word in line for word in CORRUPTED)]
@@ -74,14 +102,19 @@ def quarantine(tests: list[str], *, with_long: bool = False) -> list[str]:
 
 
 def kernels() -> list[str]:
-    """Runs the tests that compile Inductor's kernels, with AddressSanitizer in these; returns what was found."""
+    """Runs the tests that compile Inductor's kernels, with AddressSanitizer in these;
+    returns what was found.
+    """
     compiler, log = OUT / "asan-g++", OUT / "asan"
     compiler.write_text('#!/bin/sh\nunset LD_PRELOAD\nexec g++ -fsanitize=address -g "$@"\n')
     compiler.chmod(0o755)
     for old in OUT.glob("asan.*"):
         old.unlink()
     paths = [["g++", f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
-    libraries = [subprocess.run(path, check=True, capture_output=True, text=True).stdout.strip() for path in paths]
+    libraries = [
+        subprocess.run(path, check=True, capture_output=True, text=True).stdout.strip()
+        for path in paths
+    ]
     environment = os.environ | {
         "CXX": str(compiler),
         "LD_PRELOAD": " ".join(libraries),
@@ -90,9 +123,18 @@ def kernels() -> list[str]:
     command = [sys.executable, "-m", "pytest", "-rf", "-k", "inductor or generated_code", *KERNELS]
     with tempfile.TemporaryDirectory() as folder, (OUT / "kernels.log").open("w") as out:
         environment["TORCHINDUCTOR_CACHE_DIR"] = folder  # no kernel that was compiled before
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
-    found = [line for report in OUT.glob("asan.*") for line in report.read_text().splitlines() if "ERROR: " in line]
-    return found + ([f"the tests of kernels ended with {code}: see {OUT / 'kernels.log'}"] if code else [])
+        code = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT
+        ).returncode
+    found = [
+        line
+        for report in OUT.glob("asan.*")
+        for line in report.read_text().splitlines()
+        if "ERROR: " in line
+    ]
+    return found + (
+        [f"the tests of kernels ended with {code}: see {OUT / 'kernels.log'}"] if code else []
+    )
 
 
 def valgrind() -> list[str]:
@@ -104,26 +146,47 @@ def valgrind() -> list[str]:
     folder = tempfile.mkdtemp()  # of state in files
     for rank, log in enumerate(logs):
         command = [
-            "valgrind", "--undef-value-errors=no", "--num-callers=30", f"--suppressions={SUPPORT / 'valgrind.supp'}",
-            f"--log-file={log}", sys.executable, str(SUPPORT / "memcheck_job.py"), str(rank), str(port), folder,
-        ]  # fmt: skip
+            "valgrind",
+            "--undef-value-errors=no",
+            "--num-callers=30",
+            f"--suppressions={SUPPORT / 'valgrind.supp'}",
+            f"--log-file={log}",
+            sys.executable,
+            str(SUPPORT / "memcheck_job.py"),
+            str(rank),
+            str(port),
+            folder,
+        ]
         environment = os.environ | SIMPLE | {"PYTHONPATH": str(ROOT)}
         ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment))
     codes = [rank.wait() for rank in ranks]
     shutil.rmtree(folder)
-    found = [] if codes == [0, -9] else [f"valgrind: the ranks ended with {codes}, and must with 0 and -9"]
+    found = (
+        []
+        if codes == [0, -9]
+        else [f"valgrind: the ranks ended with {codes}, and must with 0 and -9"]
+    )
     for log in logs:
-        found += [f"{log.name}: {line}" for line in log.read_text().splitlines() if "Invalid " in line]
+        found += [
+            f"{log.name}: {line}" for line in log.read_text().splitlines() if "Invalid " in line
+        ]
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--tests", nargs="+", default=[], help="tests as pytest names them; those of `make test` by default"
+        "--tests",
+        nargs="+",
+        default=[],
+        help="tests as pytest names them; those of `make test` by default",
     )
     parser.add_argument("--long", action="store_true", help="run the long tests, too")
-    parser.add_argument("--kernels", action="store_true", help="Inductor's kernels under AddressSanitizer only")
+    parser.add_argument(
+        "--kernels", action="store_true", help="Inductor's kernels under AddressSanitizer only"
+    )
     parser.add_argument("--valgrind", action="store_true", help="valgrind only")
     args = parser.parse_args()
     if not args.tests and not args.kernels and shutil.which("valgrind") is None:

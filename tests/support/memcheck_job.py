@@ -1,4 +1,5 @@
-"""A rank of the job that `memcheck.py` watches: all stages in fp32 and bf16, state in files, and a peer that is killed.
+"""A rank of the job that `memcheck.py` watches: all stages in fp32 and bf16, state in
+files, and a peer that is killed.
 
 python tests/support/memcheck_job.py RANK PORT FOLDER
 """
@@ -75,7 +76,11 @@ def main(rank: int, port: int, folder: str) -> None:
     train(2, stage=2, offload_optimizer={"device": "nvme", "nvme_path": folder})
     train(2, stage=3, offload_optimizer={"device": "cpu"})
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    cfg = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD"}, "zero_optimization": zero}
+    cfg = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD"},
+        "zero_optimization": zero,
+    }
     step = fzero.make_train_step(Killed(), cfg)
     try:
         step(step.init(), batch())

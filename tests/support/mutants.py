@@ -1,19 +1,25 @@
-"""How strong the tests are: small faults in the core rooms, one at a time, and the tests that find each. `make mutants` runs it.
+"""How strong the tests are: small faults in the core rooms, one at a time, and the
+tests that find each. `make mutants` runs it.
 
     python tests/support/mutants.py                      all faults; an hour on two cores
     python tests/support/mutants.py --drawn 10 --seed 7  the chosen faults and ten others
     python tests/support/mutants.py --only finish        those in functions of that name
 
-Half of the faults are chosen (`faults.py`), the others are drawn by operators on the syntax tree: first a function, each with
-the same probability, then a place in it, so that nobody chooses the easy ones. The steps:
+Half of the faults are chosen (`faults.py`), the others are drawn by operators on the
+syntax tree: first a function, each with the same probability, then a place in it, so
+that nobody chooses the easy ones. The steps:
 
-1. The tests of `make test` run once under coverage (`reached.py`), which says which tests reach which line.
-2. For each fault tests that reach its line run in a copy of the tree for some minutes, the quickest of each file first; the
-   first failure ends it. A run that hangs is a failure. A failure counts if the same test passes without the fault right
-   afterwards, so that a slow machine kills nothing.
-3. What survives meets the other tests that reach it, then the long tests of their files.
+1. The tests of `make test` run once under coverage (`reached.py`), which says which
+  tests reach which line.
+2. For each fault tests that reach its line run in a copy of the tree for some minutes,
+   the quickest of each file first; the first failure ends it. A run that hangs is a
+   failure. A failure counts if the same test passes without the fault right afterwards,
+   so that a slow machine kills nothing.
+3. What survives meets the other tests that reach it, then the long tests of their
+  files.
 
-Results are in out/mutants/report.md, and in out/mutants/results.json as they come: a run that was interrupted goes on there.
+Results are in out/mutants/report.md, and in out/mutants/results.json as they come: a
+run that was interrupted goes on there.
 """
 
 from __future__ import annotations
@@ -48,7 +54,10 @@ ROOT = Path(__file__).parents[2]
 OUT = ROOT / "out" / "mutants"
 CORE = (
     "sharding",
-    *(f"fzero/{name}" for name in ("comms", "optim", "plans", "model", "runtime", "graph", "storage", "pipeline")),
+    *(
+        f"fzero/{name}"
+        for name in ("comms", "optim", "plans", "model", "runtime", "graph", "storage", "pipeline")
+    ),
 )
 CORE_FILES = ("fzero/state.py", "fzero/verbs.py", "fzero/step.py")
 NOT_CORE = (
@@ -74,10 +83,12 @@ COPIED = (
 )
 QUICK, LONG = "not long and not nightly", "long and not nightly"
 SECONDS = 240.0
-"""The recorded seconds of tests that meet one fault, at most; a run may take three times that."""
+"""The recorded seconds of tests that meet one fault, at most; a run may take three
+times that.
+"""
 
 
-# --- faults ------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,30 +126,54 @@ def core_files(root: Path = ROOT) -> list[Path]:
     found = [path for room in CORE for path in sorted((root / room).rglob("*.py"))] + [
         root / name for name in CORE_FILES
     ]
-    return [path for path in found if str(path.relative_to(root)) not in NOT_CORE and path.name != "__init__.py"]
+    return [
+        path
+        for path in found
+        if str(path.relative_to(root)) not in NOT_CORE and path.name != "__init__.py"
+    ]
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """The functions and methods of a module by qualified name, without those that only describe."""
+    """The functions and methods of a module by qualified name, without those that only
+    describe.
+    """
 
     def within(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:
         for part in ast.iter_child_nodes(node):
             if isinstance(part, ast.ClassDef):
                 yield from within(part, f"{prefix}{part.name}.")
-            elif isinstance(part, ast.FunctionDef) and part.name not in ("__repr__", "__str__", "__rich__"):
+            elif isinstance(part, ast.FunctionDef) and part.name not in (
+                "__repr__",
+                "__str__",
+                "__rich__",
+            ):
                 yield f"{prefix}{part.name}", part
 
     return within(tree, "")
 
 
 COMPARISONS = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
 ARITHMETIC = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.Mult,
-    ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
-}  # fmt: skip
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.BitOr: ast.BitAnd,
+    ast.BitAnd: ast.BitOr,
+}
 
 
 def swap_comparison(node: ast.AST) -> ast.AST | None:
@@ -170,12 +205,22 @@ def change_constant(node: ast.AST) -> ast.AST | None:
 
 
 def swap_arguments(node: ast.AST) -> ast.AST | None:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("max", "min"):
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("max", "min")
+    ):
         return None  # their order says nothing
-    if isinstance(node, ast.Call) and len(node.args) > 1 and not any(isinstance(x, ast.Starred) for x in node.args[:2]):
+    if (
+        isinstance(node, ast.Call)
+        and len(node.args) > 1
+        and not any(isinstance(x, ast.Starred) for x in node.args[:2])
+    ):
         first, second, *rest = node.args
         return (
-            None if ast.dump(first) == ast.dump(second) else ast.Call(node.func, [second, first, *rest], node.keywords)
+            None
+            if ast.dump(first) == ast.dump(second)
+            else ast.Call(node.func, [second, first, *rest], node.keywords)
         )
     return None
 
@@ -185,12 +230,20 @@ def drop_call(node: ast.AST) -> ast.AST | None:
 
 
 OPERATORS: tuple[Callable[[ast.AST], ast.AST | None], ...] = (
-    swap_comparison, swap_arithmetic, swap_and_or, drop_not, change_constant, swap_arguments, drop_call,
-)  # fmt: skip
+    swap_comparison,
+    swap_arithmetic,
+    swap_and_or,
+    drop_not,
+    change_constant,
+    swap_arguments,
+    drop_call,
+)
 
 
 def places(node: ast.AST) -> Iterator[ast.AST]:
-    """The parts of a function in which a fault may be: none of an error, a check (`strict=`), a text, a type or a default."""
+    """The parts of a function in which a fault may be: none of an error, a check
+    (`strict=`), a text, a type or a default.
+    """
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.AnnAssign) and not (
         isinstance(node, ast.AnnAssign) and node.value is not None
     ):
@@ -230,10 +283,22 @@ def mutants_of(path: str, source: str) -> dict[str, list[Mutant]]:
                 if made is None:
                     continue
                 assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno is not None
-                start, stop = offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset or 0)
+                start, stop = (
+                    offset(node.lineno, node.col_offset),
+                    offset(node.end_lineno, node.end_col_offset or 0),
+                )
                 new = ast.unparse(ast.fix_missing_locations(copy.deepcopy(made)))
                 found[name].append(
-                    Mutant(path, name, node.lineno, start, stop, source[start:stop], new, operator.__name__)
+                    Mutant(
+                        path,
+                        name,
+                        node.lineno,
+                        start,
+                        stop,
+                        source[start:stop],
+                        new,
+                        operator.__name__,
+                    )
                 )
     return {name: of_function for name, of_function in found.items() if of_function}
 
@@ -277,13 +342,13 @@ def find(fault: Fault, root: Path = ROOT) -> Mutant:
                 hits.append(Mutant(*place, fault.old, fault.new, fault.why))
     if len(hits) != 1:
         raise LookupError(
-            f"faults.py: {fault.old!r} must be once in a function {fault.function!r} of {fault.room}, and is {len(hits)} times; "
-            f"mend the table"
+            f"faults.py: {fault.old!r} must be once in a function {fault.function!r} of "
+            f"{fault.room}, and is {len(hits)} times; mend the table"
         )
     return hits[0]
 
 
-# --- which tests reach a line ------------------------------------------------------------------------------------
+# --- which tests reach a line ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,27 +364,53 @@ class Reached:
     seconds: Mapping[str, float]
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that reach the line, or the function where the line is a continuation; one of each file in turn."""
+        """The tests that reach the line, or the function where the line is a
+        continuation; one of each file in turn.
+        """
         lines = self.lines.get(mutant.path, {})
         last = mutant.line + mutant.old.count("\n")
         tests = {test for line in range(mutant.line, last + 1) for test in lines.get(line, ())}
         nearest = max((line for line in lines if line <= mutant.line), default=0)
         by_file: defaultdict[str, list[str]] = defaultdict(list)
-        for test in sorted(tests or lines.get(nearest, ()), key=lambda test: self.seconds.get(test, 0.0)):
+        for test in sorted(
+            tests or lines.get(nearest, ()), key=lambda test: self.seconds.get(test, 0.0)
+        ):
             by_file[test.partition("::")[0]].append(test)
         return [test for row in zip_longest(*by_file.values()) for test in row if test is not None]
 
 
 def record(folder: Path, workers: int) -> Reached:
-    """Runs the tests of `make test` once under coverage, if the tree has changed since that was done."""
+    """Runs the tests of `make test` once under coverage, if the tree has changed since
+    that was done.
+    """
     tree = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
     if not (folder / "tree").exists() or (folder / "tree").read_text() != tree:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        environment = os.environ | {"REACHED": str(folder), "PYTHONPATH": f"{ROOT}/tests/support:{ROOT}"}
-        command = ["-m", "pytest", "-p", "reached", "-n", str(workers), "--dist", "worksteal", "-m", QUICK]
+        environment = os.environ | {
+            "REACHED": str(folder),
+            "PYTHONPATH": f"{ROOT}/tests/support:{ROOT}",
+        }
+        command = [
+            "-m",
+            "pytest",
+            "-p",
+            "reached",
+            "-n",
+            str(workers),
+            "--dist",
+            "worksteal",
+            "-m",
+            QUICK,
+        ]
         with (folder / "pytest.log").open("w") as log:
-            subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            subprocess.run(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
         (folder / "tree").write_text(tree)
     return read(folder)
 
@@ -333,19 +424,26 @@ def read(folder: Path) -> Reached:
         data.read()
         for path in data.measured_files():
             for line, tests in data.contexts_by_lineno(path).items():
-                lines[str(Path(path).relative_to(ROOT))][line].update(test for test in tests if test)
+                lines[str(Path(path).relative_to(ROOT))][line].update(
+                    test for test in tests if test
+                )
     seconds: dict[str, float] = {}
     for file in folder.glob("seconds-*.json"):
         seconds |= json.loads(file.read_text())
-    return Reached({path: {n: sorted(tests) for n, tests in found.items()} for path, found in lines.items()}, seconds)
+    return Reached(
+        {path: {n: sorted(tests) for n, tests in found.items()} for path, found in lines.items()},
+        seconds,
+    )
 
 
-# --- runs --------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a fault: the first test that failed, of those of `make test` or the long ones; "" is none."""
+    """What became of a fault: the first test that failed, of those of `make test` or
+    the long ones; "" is none.
+    """
 
     killed_by: str
     is_long: bool = False
@@ -364,9 +462,12 @@ def within(tests: Sequence[str], seconds: Mapping[str, float], most: float) -> l
 
 
 def failures(log: str) -> list[str]:
-    """The tests that failed, by pytest's short summary. The name of a case may have spaces.
+    """The tests that failed, by pytest's short summary. The name of a case may have
+    spaces.
 
-    >>> failures("FAILED tests/a.py::test_b[two nodes] - assert 1 == 2\\nERROR tests/c.py::test_d\\n1 failed")
+    >>> failures(
+    ...     "FAILED tests/a.py::test_b[two nodes] - assert 1 == 2\\nERROR tests/c.py::test_d\\n1 failed"
+    ... )
     ['tests/a.py::test_b[two nodes]', 'tests/c.py::test_d']
     """
     lines = [line.partition(" ") for line in log.splitlines()]
@@ -374,13 +475,31 @@ def failures(log: str) -> list[str]:
 
 
 def first_failure(tree: Path, tests: Sequence[str], marks: str, timeout: float) -> str:
-    """Runs tests in a copy of the tree until one fails; returns its name, "hang" for a run without end, or ""."""
+    """Runs tests in a copy of the tree until one fails; returns its name, "hang" for a
+    run without end, or "".
+    """
     (tree / "tests.txt").write_text("\n".join(tests))
     environment = os.environ | {"PYTHONPATH": str(tree)}
-    command = [sys.executable, "-m", "pytest", "-x", "-rfE", "-p", "no:cacheprovider", "-m", marks, "@tests.txt"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-rfE",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        marks,
+        "@tests.txt",
+    ]
     with (tree / "pytest.log").open("w") as log:
         job = subprocess.Popen(
-            command, cwd=tree, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=tree,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = job.wait(timeout)
@@ -397,7 +516,9 @@ def first_failure(tree: Path, tests: Sequence[str], marks: str, timeout: float) 
 
 
 def try_one(mutant: Mutant, tree: Path, reached: Reached, *, survived: bool) -> Result:
-    """Tries a fault on the first tests that reach it, or, if it has survived these, on the others and the long ones."""
+    """Tries a fault on the first tests that reach it, or, if it has survived these, on
+    the others and the long ones.
+    """
     file = tree / mutant.path
     source, every = file.read_text(), reached.tests_of(mutant)
     first = within(every, reached.seconds, SECONDS)
@@ -405,7 +526,9 @@ def try_one(mutant: Mutant, tree: Path, reached: Reached, *, survived: bool) -> 
     timeout = 60 + 3 * sum(reached.seconds.get(test, 1.0) for test in tests)
 
     def fails(tests: Sequence[str], marks: str, timeout: float) -> str:
-        """The first of the tests that fails because of the fault: it passes without it, on the same busy machine."""
+        """The first of the tests that fails because of the fault: it passes without it,
+        on the same busy machine.
+        """
         left = list(tests)
         while left:
             file.write_text(mutant.applied_to(source))
@@ -422,7 +545,10 @@ def try_one(mutant: Mutant, tree: Path, reached: Reached, *, survived: bool) -> 
             elif "::" in without:
                 left = [test for test in left if test not in (found, without)]
             else:
-                raise RuntimeError(f"{mutant.name}: {without} without the fault:\n{(tree / 'pytest.log').read_text()}")
+                raise RuntimeError(
+                    f"{mutant.name}: {without} without the "
+                    f"fault:\n{(tree / 'pytest.log').read_text()}"
+                )
         return ""
 
     killed = fails(tests, QUICK, timeout)
@@ -440,12 +566,28 @@ def copy_tree(into: Path) -> None:
             shutil.copy(ROOT / name, into / name)
 
 
-def run(mutants: Sequence[Mutant], reached: Reached, workers: int, *, survived: bool) -> dict[str, Result]:
-    """Tries each fault, as many at a time as there are cores; results are written as they come."""
+def run(
+    mutants: Sequence[Mutant], reached: Reached, workers: int, *, survived: bool
+) -> dict[str, Result]:
+    """Tries each fault, as many at a time as there are cores; results are written as
+    they come.
+    """
     file = OUT / "results.json"
-    known = {name: Result(**found) for name, found in json.loads(file.read_text()).items()} if file.exists() else {}
-    left = [mutant for mutant in mutants if mutant.name not in known or (survived and not known[mutant.name].killed_by)]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool, Progress() as progress:
+    known = (
+        {name: Result(**found) for name, found in json.loads(file.read_text()).items()}
+        if file.exists()
+        else {}
+    )
+    left = [
+        mutant
+        for mutant in mutants
+        if mutant.name not in known or (survived and not known[mutant.name].killed_by)
+    ]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(workers) as pool,
+        Progress() as progress,
+    ):
         trees: SimpleQueue[Path] = SimpleQueue()
         for index in range(workers):
             (Path(folder) / str(index)).mkdir()
@@ -463,7 +605,9 @@ def run(mutants: Sequence[Mutant], reached: Reached, workers: int, *, survived: 
         for future in as_completed([pool.submit(one, mutant) for mutant in left]):
             mutant, result = future.result()
             known[mutant.name] = result
-            file.write_text(json.dumps({name: asdict(found) for name, found in known.items()}, indent=1))
+            file.write_text(
+                json.dumps({name: asdict(found) for name, found in known.items()}, indent=1)
+            )
             progress.advance(task)
     return {mutant.name: known[mutant.name] for mutant in mutants}
 
@@ -473,8 +617,8 @@ def report(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> str:
     quick = [m for m in mutants if results[m.name].killed_by and not results[m.name].is_long]
     survivors = [m for m in mutants if not results[m.name].killed_by]
     lines = [
-        f"{len(quick)} of {len(mutants)} faults ({len(quick) / len(mutants):.0%}) are found by `make test`, "
-        f"{len(mutants) - len(survivors)} with the long tests.",
+        f"{len(quick)} of {len(mutants)} faults ({len(quick) / len(mutants):.0%}) are found by "
+        f"`make test`, {len(mutants) - len(survivors)} with the long tests.",
         "",
         "| survivor | before | after | why | tests that met it |",
         "| --- | --- | --- | --- | --- |",
@@ -488,7 +632,7 @@ def report(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--drawn", type=int, default=len(CHOSEN), help="faults that are drawn")
     parser.add_argument("--seed", type=int, default=1, help="of the drawn faults")
     parser.add_argument("--only", default="", help="faults in functions with this in their name")
@@ -497,7 +641,10 @@ def main() -> None:
     mutants = [*map(find, CHOSEN), *draw(args.drawn, args.seed)]
     mutants = [mutant for mutant in mutants if args.only in mutant.function]
     OUT.mkdir(parents=True, exist_ok=True)
-    print("which tests reach which line: runs the tests of `make test` once, if the commit is new", flush=True)
+    print(
+        "which tests reach which line: runs the tests of `make test` once, if the commit is new",
+        flush=True,
+    )
     reached = record(OUT / "reached", args.workers)
     results = run(mutants, reached, args.workers, survived=False)
     survivors = [mutant for mutant in mutants if not results[mutant.name].killed_by]

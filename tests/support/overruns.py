@@ -1,7 +1,9 @@
-"""Two faults of PyTorch on the CPU that write past the end of a tensor, without fzero. Each ends most processes with a signal.
+"""Two faults of PyTorch on the CPU that write past the end of a tensor, without fzero.
+Each ends most processes with a signal.
 
-python tests/support/overruns.py convolution    oneDNN #6035: 2.11 to 2.14, on a processor with AVX2 or AVX-512
-python tests/support/overruns.py reduction      pytorch #196681: 2.11 to 2.14; `mend_reductions` prevents it
+python tests/support/overruns.py convolution oneDNN #6035: 2.11 to 2.14, on a processor
+with AVX2 or AVX-512 python tests/support/overruns.py reduction pytorch #196681: 2.11 to
+2.14; `mend_reductions` prevents it
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from torch import Tensor
 
 
 def convolution() -> None:
-    """The gradient of the weight of a strided 1x1 convolution, for few channels that lie innermost."""
+    """The gradient of the weight of a strided 1x1 convolution, for few channels that
+    lie innermost.
+    """
     for size in (32, 64):
         for channels in (3, 4, 8):
             x = torch.randn(8, channels, size, size).contiguous(memory_format=torch.channels_last)
@@ -23,7 +27,9 @@ def convolution() -> None:
 
 
 def reduction() -> None:
-    """A sum over the innermost of three loops; the outermost (66) is in vectors, too, of which the last is not full."""
+    """A sum over the innermost of three loops; the outermost (66) is in vectors, too,
+    of which the last is not full.
+    """
 
     def f(x: Tensor) -> Tensor:
         gelu = 0.5 * x * (torch.erf(x * 0.7071067811865476) + 1)

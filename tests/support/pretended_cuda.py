@@ -6,19 +6,25 @@
     card.waits  # operators that the host had to wait for, and how often
     card.drains  # waits of the host after which the device had nothing left to do
 
-All tensors are real ones on the CPU, so numbers are right whatever the order. A tensor is *on the device* if its storage is
-labelled so: patched functions of PyTorch say so to Python, and a `TorchDispatchMode` sees every operator, those of a backward
-too, and what it reads and writes. The host and each stream have a vector clock: an operator on the device happens after all that
-the host has done and after what is on its stream, and the host goes on at once. This raises
+All tensors are real ones on the CPU, so numbers are right whatever the order. A tensor
+is *on the device* if its storage is labelled so: patched functions of PyTorch say so to
+Python, and a `TorchDispatchMode` sees every operator, those of a backward too, and what
+it reads and writes. The host and each stream have a vector clock: an operator on the
+device happens after all that the host has done and after what is on its stream, and the
+host goes on at once. This raises
 
-1. RuntimeError: an operator that mixes memories, as in PyTorch (numbers without a dimension may come from the host);
-2. AssertionError: a race, of two uses of the same bytes of which one writes and neither happens before the other;
-3. AssertionError: memory given back while a stream uses it of which PyTorch's allocator does not know (`record_stream`).
+1. RuntimeError: an operator that mixes memories, as in PyTorch (numbers without a
+  dimension may come from the host);
+2. AssertionError: a race, of two uses of the same bytes of which one writes and neither
+  happens before the other;
+3. AssertionError: memory given back while a stream uses it of which PyTorch's allocator
+  does not know (`record_stream`).
 
-Pessimistic: the bytes of a view with gaps go from its first to its last. Not seen: threads other than those of ranks in lockstep,
-what `torch.vmap` and a capture make in C++, collectives of NCCL, changes by numpy, gradients of a copy between the memories, and
-`with torch.device("cuda")`. A card has a random state of its own, from which it draws the host's numbers; its autocast is that
-of the host.
+Pessimistic: the bytes of a view with gaps go from its first to its last. Not seen:
+threads other than those of ranks in lockstep, what `torch.vmap` and a capture make in
+C++, collectives of NCCL, changes by numpy, gradients of a copy between the memories,
+and `with torch.device("cuda")`. A card has a random state of its own, from which it
+draws the host's numbers; its autocast is that of the host.
 """
 
 from __future__ import annotations
@@ -51,7 +57,9 @@ _FILLS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 _OTHERS = ("randperm", "arange", "linspace", "eye", "empty_strided", "scalar_tensor")
 FACTORIES = [*_FILLS, *_OTHERS, *(f"{fill}_like" for fill in _FILLS)]
 METHODS = [f"new_{fill}" for fill in (*_FILLS[:4], "empty_strided")]
-"""What makes tensors: functions of PyTorch, and methods of a tensor. They read no numbers of the tensor they are given."""
+"""What makes tensors: functions of PyTorch, and methods of a tensor. They read no
+numbers of the tensor they are given.
+"""
 
 
 class Crossed(NamedTuple):
@@ -62,7 +70,9 @@ class Crossed(NamedTuple):
 
 
 class Timeline:
-    """What happens in one order: the work of the host, or of a stream. `seen` counts what has happened before its next work."""
+    """What happens in one order: the work of the host, or of a stream. `seen` counts
+    what has happened before its next work.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.seen = name, Counter[Timeline]()
@@ -126,7 +136,9 @@ class Event(Waited):
 
 
 class Use(NamedTuple):
-    """Bytes [start, stop) of a memory, read or written as the `count`-th work of a timeline."""
+    """Bytes [start, stop) of a memory, read or written as the `count`-th work of a
+    timeline.
+    """
 
     start: int
     stop: int
@@ -137,7 +149,8 @@ class Use(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.operator} on {self.timeline} {'writes' if self.writes else 'reads'} bytes {self.start}:{self.stop}"
+            f"{self.operator} on {self.timeline} {'writes' if self.writes else 'reads'} "
+            f"bytes {self.start}:{self.stop}"
         )
 
 
@@ -159,8 +172,14 @@ class Memory:
         rest = []
         for old in self.uses:
             overlaps = old.start < new.stop and new.start < old.stop
-            if overlaps and (old.writes or new.writes) and new.timeline.seen[old.timeline] < old.count:
-                raise AssertionError(f"race: {new} of {self.kind} memory, and nothing orders it after {old}")
+            if (
+                overlaps
+                and (old.writes or new.writes)
+                and new.timeline.seen[old.timeline] < old.count
+            ):
+                raise AssertionError(
+                    f"race: {new} of {self.kind} memory, and nothing orders it after {old}"
+                )
             is_inside = new.start <= old.start and old.stop <= new.stop
             follows = new.timeline.seen[old.timeline] >= old.count
             if not (is_inside and follows and (new.writes or not old.writes)):
@@ -169,13 +188,15 @@ class Memory:
         self.last[new.timeline] = new
 
     def give_back(self, host: Timeline) -> None:
-        """Raises if a stream may still use the bytes when their owner gives them to somebody else. That is after all that the
-        reported streams have been given so far."""
+        """Raises if a stream may still use the bytes when their owner gives them to
+        somebody else. That is after all that the reported streams have been given so
+        far."""
         orders = (self.owner, host, *self.reported)
         for timeline, use in self.last.items():
             if max(order.seen[timeline] for order in orders) < use.count:
                 raise AssertionError(
-                    f"given back too early: {self.nbytes} bytes of {self.owner}, when nothing orders its next work after {use}"
+                    f"given back too early: {self.nbytes} bytes of {self.owner}, when nothing "
+                    f"orders its next work after {use}"
                 )
 
 
@@ -219,10 +240,12 @@ class PretendedCuda(TorchDispatchMode):
         """Where new tensors stand; None: where those stand that they are made of."""
         return getattr(self._of_thread, "making", None)
 
-    # --- time --------------------------------------------------------------------------------------------------------
+    # --- time -------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Looks what was freed since. Before the order changes, for this is when it was freed."""
+        """Looks what was freed since. Before the order changes, for this is when it was
+        freed.
+        """
         freed, self._freed = self._freed, []
         for memory in [self._memories.pop(key) for key in freed]:
             if memory.kind == "device":
@@ -230,7 +253,9 @@ class PretendedCuda(TorchDispatchMode):
                 memory.give_back(self.host)
 
     def launch(self, stream: Timeline) -> int:
-        """The count of the next work of the host, or of a stream, to which the host gives it."""
+        """The count of the next work of the host, or of a stream, to which the host
+        gives it.
+        """
         if stream is not self.host:
             stream.seen |= self.host.seen
         return stream.advance()
@@ -258,18 +283,27 @@ class PretendedCuda(TorchDispatchMode):
         if x.numel():
             start = x.storage_offset() * x.element_size()
             numel = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-            self.memory(x).use(Use(start, start + numel * x.element_size(), writes, timeline, count, str(func)))
+            self.memory(x).use(
+                Use(start, start + numel * x.element_size(), writes, timeline, count, str(func))
+            )
 
-    # --- operators ---------------------------------------------------------------------------------------------------
+    # --- operators --------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         self.sweep()
         kwargs, schema = dict(kwargs or {}), func._schema
-        given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(schema.arguments)]
+        given = [
+            (a, args[i] if i < len(args) else kwargs.get(a.name))
+            for i, a in enumerate(schema.arguments)
+        ]
         inputs = [(argument, x) for argument, value in given for x in _tensors(value)]
         if _is_cuda(kwargs.get("device")):  # of the program of a graph, which names it
             with self._made("device"):
-                return self.__torch_dispatch__(func, types, args, kwargs | {"device": torch.device("cpu")})
+                return self.__torch_dispatch__(
+                    func, types, args, kwargs | {"device": torch.device("cpu")}
+                )
         for _, x in inputs:
             self.memory(x)  # so that new memory of a result differs from a view
         if schema.name in COPIES:
@@ -281,7 +315,9 @@ class PretendedCuda(TorchDispatchMode):
         read = [x for a, x in inputs if a.alias_info is None and name not in (*FACTORIES, *METHODS)]
         written = [x for a, x in inputs if _is_written(a)]
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-        with self._drawing() if draws and (on_device or self._making == "device") else nullcontext():
+        with (
+            self._drawing() if draws and (on_device or self._making == "device") else nullcontext()
+        ):
             outputs = func(*args, **kwargs)
         for x in _tensors(outputs):
             if x.untyped_storage()._cdata not in self._memories:
@@ -296,7 +332,9 @@ class PretendedCuda(TorchDispatchMode):
         for x, writes in [*((x, False) for x in read), *((x, True) for x in written)]:
             if (self.kind(x) == "device") == on_device:
                 self._use(x, timeline, count, func, writes=writes)
-        if on_device and (name in KNOW_SHAPE_LATE or any("Tensor" not in str(x.type) for x in schema.returns)):
+        if on_device and (
+            name in KNOW_SHAPE_LATE or any("Tensor" not in str(x.type) for x in schema.returns)
+        ):
             self._wait(func)
             if name == "_local_scalar_dense":
                 self._cross(to_host=inputs[0][1].element_size())
@@ -314,23 +352,29 @@ class PretendedCuda(TorchDispatchMode):
             torch.set_rng_state(host)
 
     def _check_is_there(self, func: Any, inputs: list[tuple[Any, Tensor]]) -> None:
-        """Raises if an operator of the device is given what is not there, but for numbers."""
+        """Raises if an operator of the device is given what is not there, but for
+        numbers.
+        """
         for argument, x in inputs:
             is_number = x.dim() == 0 and not _is_written(argument)
             if "::_fused_" in func._schema.name:  # whose kernels read counters themselves
                 is_number &= argument.name == "lr"
             if self.kind(x) != "device" and not is_number:
                 raise RuntimeError(
-                    f"expected all tensors on the same device: {func} runs on cuda:0, and {argument.name}, of shape "
-                    f"{tuple(x.shape)}, is in host memory"
+                    f"expected all tensors on the same device: {func} runs on cuda:0, and "
+                    f"{argument.name}, of shape {tuple(x.shape)}, is in host memory"
                 )
 
     def _copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Copies, of which each runs on the current stream if one side of it is on the device."""
+        """Copies, of which each runs on the current stream if one side of it is on the
+        device.
+        """
         name = func._schema.name
         outputs = func(*args, **kwargs)
         if name == "aten::_to_copy":
-            self.memory(outputs, self._making or ("device" if self.kind(args[0]) == "device" else "host"))
+            self.memory(
+                outputs, self._making or ("device" if self.kind(args[0]) == "device" else "host")
+            )
             pairs, non_blocking = [(outputs, args[0])], kwargs.get("non_blocking", False)
         else:
             pairs = list(zip(*args[:2])) if name == "aten::_foreach_copy_" else [args[:2]]
@@ -359,15 +403,19 @@ class PretendedCuda(TorchDispatchMode):
         self.waits[str(func)] += 1
 
     def host_waits(self, seen: Counter[Timeline], name: str) -> None:
-        """The host waits for what has been seen. If that is all that the compute stream was given, the device then idles."""
-        is_all = self.host.seen[self.default] < self.default.seen[self.default] <= seen[self.default]
+        """The host waits for what has been seen. If that is all that the compute stream
+        was given, the device then idles.
+        """
+        is_all = (
+            self.host.seen[self.default] < self.default.seen[self.default] <= seen[self.default]
+        )
         self.host.seen |= seen
         self.drains[name] += is_all
 
     def _cross(self, to_device: int = 0, to_host: int = 0) -> None:
         self.crossed = Crossed(self.crossed.to_device + to_device, self.crossed.to_host + to_host)
 
-    # --- what Python sees --------------------------------------------------------------------------------------------
+    # --- what Python sees -------------------------------------------------------------------------
 
     @contextmanager
     def _made(self, kind: Kind | None) -> Iterator[None]:
@@ -392,7 +440,9 @@ class PretendedCuda(TorchDispatchMode):
     def _from_data(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Of a tensor of numbers of the host, which cross, unless it is one."""
 
-        def made(*args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+        def made(
+            *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any
+        ) -> Tensor:
             x = make(*args, **kwargs)
             x = x if device is None else x.to(device)
             return x.requires_grad_() if requires_grad else x
@@ -435,7 +485,9 @@ class PretendedCuda(TorchDispatchMode):
 
     def _numpy(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.kind(x) == "device":
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first"
+            )
         return _REAL["numpy"](x, *args, **kwargs)
 
     def _record_stream(self, x: Tensor, stream: Stream) -> None:
@@ -461,7 +513,9 @@ class PretendedCuda(TorchDispatchMode):
         return sum(memory.nbytes for memory in self._memories.values() if memory.kind == "pinned")
 
     def _in_threads(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`Hub.run` whose ranks, of which one runs at a time, are on the device as well."""
+        """`Hub.run` whose ranks, of which one runs at a time, are on the device as
+        well.
+        """
 
         def of_all(hub: Hub, function: Callable[[int], Any]) -> Any:
             def of_rank(rank: int) -> Any:
@@ -490,7 +544,9 @@ class PretendedCuda(TorchDispatchMode):
             "is_cpu": property(lambda x: x.device.type == "cpu"),
             "get_device": lambda x: 0 if on_device(x) else -1,
             "to": lambda x, *args, **kwargs: self._to(x, *args, **kwargs),
-            "cuda": lambda x, device=None, non_blocking=False: self._to(x, "cuda", non_blocking=non_blocking),
+            "cuda": lambda x, device=None, non_blocking=False: self._to(
+                x, "cuda", non_blocking=non_blocking
+            ),
             "cpu": lambda x: self._to(x, "cpu"),
             "__deepcopy__": lambda x, memo: self._deepcopy(x, memo),
             "is_pinned": lambda x, device=None: self.kind(x) == "pinned",
@@ -519,7 +575,9 @@ class PretendedCuda(TorchDispatchMode):
             "max_memory_allocated": lambda device=None: self.max_nbytes,
             "reset_peak_memory_stats": self._reset_peak,
             "get_rng_state": lambda device=None: self.generator.get_state(),
-            "set_rng_state": lambda state, device=None: self.generator.set_state(state.clone()) and None,
+            "set_rng_state": lambda state, device=None: (
+                self.generator.set_state(state.clone()) and None
+            ),
             "init": lambda: None,
             "default_generators": (self.generator,),
             "manual_seed": lambda seed: self.generator.manual_seed(seed) and None,
@@ -548,7 +606,10 @@ class PretendedCuda(TorchDispatchMode):
             self.sweep()
 
 
-_REAL = {name: getattr(torch.Tensor, name) for name in ("device", "to", "numpy", "tolist", "__deepcopy__")}
+_REAL = {
+    name: getattr(torch.Tensor, name)
+    for name in ("device", "to", "numpy", "tolist", "__deepcopy__")
+}
 
 
 def _made_for(cls: type, card: PretendedCuda) -> Callable[..., None]:

@@ -1,7 +1,8 @@
 """On how many examples is a law tried?
 
-The profile `fzero`, of `make test-all`, tries 50 of a law that says nothing. Of every law `short`, of `make test`, tries a
-fifth as many, and `nightly` ten times as many. `HYPOTHESIS_PROFILE` names the profile.
+The profile `fzero`, of `make test-all`, tries 50 of a law that says nothing. Of every
+law `short`, of `make test`, tries a fifth as many, and `nightly` ten times as many.
+`HYPOTHESIS_PROFILE` names the profile.
 """
 
 from __future__ import annotations

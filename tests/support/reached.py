@@ -1,7 +1,9 @@
-"""A plugin of pytest that records which lines of fzero and sharding each test reaches, also in the pool's ranks.
+"""A plugin of pytest that records which lines of fzero and sharding each test reaches,
+also in the pool's ranks.
 
-`python -m pytest -p reached` writes a file of coverage.py for each process, and the tests' seconds, into the folder that the
-environment variable `REACHED` names. `tests/support/mutants.py` reads them.
+`python -m pytest -p reached` writes a file of coverage.py for each process, and the
+tests' seconds, into the folder that the environment variable `REACHED` names.
+`tests/support/mutants.py` reads them.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def on_a_rank(test: str, function: Callable[..., Any], *args: Any, **kwargs: Any
     return function(*args, **kwargs)
 
 
-def _call(self: RankPool, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+def _call(
+    self: RankPool, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> list[Any]:
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     return CALL(self, world_size, on_a_rank, test, function, *args, **kwargs)
 

@@ -12,7 +12,9 @@ from fzero.plans.unit_orders import Event
 
 @contextmanager
 def recorded(executor: type) -> Iterator[dict[Any, list[Event]]]:
-    """Inside, the events that each `Sequencer` or `DryPass` executes, one of which serves one step, in order."""
+    """Inside, the events that each `Sequencer` or `DryPass` executes, one of which
+    serves one step, in order.
+    """
     records: dict[Any, list[Event]] = {}
     original = executor.execute  # type: ignore[attr-defined]
 

@@ -48,7 +48,8 @@ def test_harm_to_memory_is_found_and_named(library: Path, fault: str) -> None:
 def test_new_memory_holds_no_number(tmp_path: Path) -> None:
     test = tmp_path / "test_new.py"
     test.write_text(
-        "import torch\ndef test_new(): assert torch.empty(3).isnan().all() and torch.empty(2, dtype=int).min() > 9**18\n"
+        "import torch\ndef test_new(): assert torch.empty(3).isnan().all() and torch.empty(2, "
+        "dtype=int).min() > 9**18\n"
     )
     support = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-p", "filled", "-c", os.devnull, str(test)]
@@ -69,8 +70,11 @@ tripwire.look()
     plain = {
         key: value for key, value in os.environ.items() if key != "LD_PRELOAD"
     }  # glibc's malloc, in `make memcheck` too
-    done = subprocess.run([sys.executable, "-c", HARM + code], cwd=support, capture_output=True, text=True, env=plain)
-    # glibc aborts where it sees a wrong address, and reads from it (SIGSEGV) where the address is a multiple of 16.
+    done = subprocess.run(
+        [sys.executable, "-c", HARM + code], cwd=support, capture_output=True, text=True, env=plain
+    )
+    # glibc aborts where it sees a wrong address, and reads from it (SIGSEGV) where the address is a
+    # multiple of 16.
     seen = done.returncode == -signal.SIGABRT and "tcache" in done.stderr
     assert seen or (change % 16 == 0 and done.returncode == -signal.SIGSEGV)
 
@@ -79,7 +83,9 @@ def test_a_program_without_fault_is_let_alone(library: Path) -> None:
     assert not found(library, "ctypes.memset(x, 1, 40); libc.free(x)")
 
 
-def test_a_run_in_which_no_test_ran_is_not_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_which_no_test_ran_is_not_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memcheck, "OUT", tmp_path)
     for code, num_found in {0: 0, 1: 0, 4: 1, 5: 1, -11: 1}.items():  # 5: no test was chosen
         ended = subprocess.CompletedProcess([], code)
@@ -91,11 +97,14 @@ def test_reports_of_several_processes_do_not_mix(library: Path) -> None:
     log = library.with_suffix(".log")
     log.unlink(missing_ok=True)
     environment = os.environ | {"LD_PRELOAD": str(library), "QUARANTINE_LOG": str(log)}
-    code = HARM + "for _ in range(200): x = libc.malloc(40); ctypes.memset(x + 40, 1, 1); libc.free(x)"
+    code = (
+        HARM + "for _ in range(200): x = libc.malloc(40); ctypes.memset(x + 40, 1, 1); libc.free(x)"
+    )
     jobs = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(4)]
     assert [job.wait() for job in jobs] == [0] * 4
     parts = ["== quarantine", "made by", "freed by", "found by"]
     heads = [line for line in log.read_text().splitlines() if line.startswith(tuple(parts))]
-    num_reports = 4 * 200 * 2  # each write is found when the block is freed, and again when it leaves
+    # each write is found when the block is freed, and again when it leaves
+    num_reports = 4 * 200 * 2
     assert len(heads) == num_reports * len(parts)
     assert all(head.startswith(part) for head, part in zip(heads, parts * num_reports, strict=True))

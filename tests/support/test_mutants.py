@@ -1,4 +1,6 @@
-"""The tool that measures the tests finds places for faults, and none where a fault would say nothing."""
+"""The tool that measures the tests finds places for faults, and none where a fault
+would say nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def test_drawn_faults_are_those_of_their_seed_and_leave_a_program() -> None:
     assert len({(mutant.path, mutant.function) for mutant in drawn}) == 60
     for mutant in drawn:
         source = (ROOT / mutant.path).read_text()
-        assert ast.dump(ast.parse(mutant.applied_to(source))) != ast.dump(ast.parse(source)), mutant.name
+        assert ast.dump(ast.parse(mutant.applied_to(source))) != ast.dump(ast.parse(source)), (
+            mutant.name
+        )
 
 
 def test_no_fault_is_in_an_error_a_check_a_text_or_a_type_nor_where_order_says_nothing() -> None:
@@ -43,12 +47,16 @@ def test_a_fault_whose_text_is_not_there_is_an_error_that_names_it(tmp_path: Pat
     (tmp_path / "room").mkdir()
     (tmp_path / "room" / "a.py").write_text("def f(x):\n    return x + 1\n")
     assert find(Fault("room", "f", "x + 1", "x", "lost"), tmp_path).line == 2
-    with pytest.raises(LookupError, match=r"'x \+ 2' must be once in a function 'f' of room, and is 0 times"):
+    with pytest.raises(
+        LookupError, match=r"'x \+ 2' must be once in a function 'f' of room, and is 0 times"
+    ):
         find(Fault("room", "f", "x + 2", "x", "lost"), tmp_path)
 
 
 def test_tests_of_a_line_come_one_of_each_file_in_turn_and_the_quick_ones_first() -> None:
-    reached = Reached({"a.py": {7: ["one::a", "one::b", "two::c"]}}, {"one::a": 2.0, "one::b": 1.0, "two::c": 9.0})
+    reached = Reached(
+        {"a.py": {7: ["one::a", "one::b", "two::c"]}}, {"one::a": 2.0, "one::b": 1.0, "two::c": 9.0}
+    )
     for line in (7, 8):  # a line that continues another one is reached with that
         mutant = Mutant("a.py", "f", line, 0, 1, "x", "y", "")
         assert reached.tests_of(mutant) == ["one::b", "two::c", "one::a"]
@@ -56,7 +64,10 @@ def test_tests_of_a_line_come_one_of_each_file_in_turn_and_the_quick_ones_first(
 
 
 def test_a_failed_case_is_named_with_its_spaces() -> None:
-    log = "....F\nFAILED tests/a.py::test_b[two nodes-3] - AssertionError: a - b\nERROR tests/c.py::test_d\nERROR: not found: x\n"
+    log = (
+        "....F\nFAILED tests/a.py::test_b[two nodes-3] - AssertionError: a - b\nERROR "
+        "tests/c.py::test_d\nERROR: not found: x\n"
+    )
     assert failures(log) == ["tests/a.py::test_b[two nodes-3]", "tests/c.py::test_d"]
 
 

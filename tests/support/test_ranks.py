@@ -25,7 +25,9 @@ def end_or_hang(ends: bool) -> None:
     dist.barrier()
 
 
-def test_after_a_rank_that_ends_is_killed_or_hangs_there_are_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_rank_that_ends_is_killed_or_hangs_there_are_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pools, "MOST_RANKS", 2)
     pool = RankPool()
     try:

@@ -1,4 +1,6 @@
-"""What the tests of training share: a model of ordinary peculiarities, its data, and the plain loop that is the oracle."""
+"""What the tests of training share: a model of ordinary peculiarities, its data, and
+the plain loop that is the oracle.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,20 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Odd(nn.Module):
-    """A language model with odd sizes, tied weights, and frozen, unused, zero-sized and 0-d parameters."""
+    """A language model with odd sizes, tied weights, and frozen, unused, zero-sized and
+    0-d parameters.
+    """
 
     def __init__(self, width: int = 17, num_blocks: int = 4) -> None:
         super().__init__()
@@ -49,7 +57,9 @@ class Odd(nn.Module):
 
 
 class Scaled(nn.Linear):
-    """A linear map of a scaled input, so that the backward needs the weight also where the input needs no gradient."""
+    """A linear map of a scaled input, so that the backward needs the weight also where
+    the input needs no gradient.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width, bias=False)
@@ -79,7 +89,9 @@ def make(model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 def tokens(step: int, size: int = GLOBAL_BATCH) -> Batch:
     generator = torch.Generator().manual_seed(step)
-    return here(tuple(torch.randint(0, VOCABULARY, (size, 7), generator=generator) for _ in range(2)))  # type: ignore[return-value]
+    return here(
+        tuple(torch.randint(0, VOCABULARY, (size, 7), generator=generator) for _ in range(2))
+    )  # type: ignore[return-value]
 
 
 def vectors(step: int, size: int = GLOBAL_BATCH, width: int = 16) -> Batch:
@@ -96,7 +108,9 @@ def part(batch: Any, rank: int, world_size: int) -> Any:
     return batch.chunk(world_size)[rank]
 
 
-def config(stage: int, *, clip: float = 1.0, optimizer: Mapping[str, Any] = ADAMW, **zero: Any) -> dict[str, Any]:
+def config(
+    stage: int, *, clip: float = 1.0, optimizer: Mapping[str, Any] = ADAMW, **zero: Any
+) -> dict[str, Any]:
     return {
         "optimizer": optimizer,
         "gradient_clipping": clip,
@@ -112,7 +126,9 @@ def train(
     num_steps: int = 10,
     **options: Any,
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """Trains with fzero; (loss, gradient norm) of each step, and the state dict at the end."""
+    """Trains with fzero; (loss, gradient norm) of each step, and the state dict at the
+    end.
+    """
     step = fzero.make_train_step(make(model), cfg, **options)
     state = step.init()
     curve = []
@@ -134,8 +150,9 @@ def train_plainly(
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """The oracle: one process, the global batch, torch.optim.
 
-    With `num_parts` it plays so many ranks, one after the other: each part of the batch meets the same buffers, and
-    their losses, gradients and floating buffers are averaged. What a model computes over a batch needs that.
+    With `num_parts` it plays so many ranks, one after the other: each part of the batch
+    meets the same buffers, and their losses, gradients and floating buffers are
+    averaged. What a model computes over a batch needs that.
     """
     module = make(model)
     params = [p for p in module.parameters() if p.requires_grad]
@@ -153,7 +170,8 @@ def train_plainly(
             after.append({name: buffer.detach().clone() for name, buffer in module.named_buffers()})
         loss = torch.stack(losses).mean()
         _assign(module, {name: _mean([buffers[name] for buffers in after]) for name in before})
-        for param in params:  # a parameter without a gradient has a zero one: which ones have none may depend on data
+        # a parameter without a gradient has a zero one: which ones have none may depend on data
+        for param in params:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         norm = nn.utils.get_total_norm([param.grad.double() for param in params])
         nn.utils.clip_grad_norm_(params, clip if clip else float("inf"))
@@ -163,7 +181,9 @@ def train_plainly(
 
 
 class Mixed(NamedTuple):
-    """The arithmetic of training in 16 bits, as the plain loop does it: who adds up what, in which dtype."""
+    """The arithmetic of training in 16 bits, as the plain loop does it: who adds up
+    what, in which dtype.
+    """
 
     param: torch.dtype
     reduce: torch.dtype
@@ -184,11 +204,12 @@ def train_in_16_bits(
     reduces_each: bool,
     clip: float = 0.0,
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """The oracle of mixed precision: one process that plays the ranks and micro-steps one after the other, with AdamW.
+    """The oracle of mixed precision: one process that plays the ranks and micro-steps
+    one after the other, with AdamW.
 
     Args:
-        reduces_each: whether gradients are added up over the ranks in each micro-step (stages 2 and 3), or over the
-            micro-steps first.
+        reduces_each: whether gradients are added up over the ranks in each micro-step
+            (stages 2 and 3), or over the micro-steps first.
     """
     if num_ranks == 1:  # nothing is sent
         mixed, reduces_each = mixed._replace(reduce=mixed.grad), False
@@ -212,17 +233,37 @@ def train_in_16_bits(
                 losses.append(loss.item())
                 (loss.float() * mixed.scale).backward()
                 for name, param in module.named_parameters():
-                    grads[name, micro, rank] = torch.zeros_like(param) if param.grad is None else param.grad.clone()
-        collected = {n: _add_up(grads, n, mixed, share, num_ranks, num_micro_steps, reduces_each) for n in names}
+                    grads[name, micro, rank] = (
+                        torch.zeros_like(param) if param.grad is None else param.grad.clone()
+                    )
+        collected = {
+            n: _add_up(grads, n, mixed, share, num_ranks, num_micro_steps, reduces_each)
+            for n in names
+        }
         norm = sum(g.float().norm().double() ** 2 for g in collected.values()) ** 0.5 / mixed.scale
-        factor = (clip / (norm + 1e-6)).clamp(max=1.0) / mixed.scale if clip else norm.new_tensor(1 / mixed.scale)
+        factor = (
+            (clip / (norm + 1e-6)).clamp(max=1.0) / mixed.scale
+            if clip
+            else norm.new_tensor(1 / mixed.scale)
+        )
         for name, grad in collected.items():
             grad = grad.float() * factor.float()
             param, (m, v) = masters[name].float(), moments[name].float()
             torch._fused_adamw_(
-                [param], [grad], [m], [v], [], [here(torch.tensor(index + 1.0))], lr=1e-2, beta1=0.9, beta2=0.999,
-                weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-            )  # fmt: skip
+                [param],
+                [grad],
+                [m],
+                [v],
+                [],
+                [here(torch.tensor(index + 1.0))],
+                lr=1e-2,
+                beta1=0.9,
+                beta2=0.999,
+                weight_decay=0.1,
+                eps=1e-8,
+                amsgrad=False,
+                maximize=False,
+            )
             masters[name] = param.to(mixed.master)
             moments[name] = torch.stack([m, v]).to(mixed.optimizer)
         curve.append((sum(losses) / len(losses), norm.item()))
@@ -230,7 +271,13 @@ def train_in_16_bits(
 
 
 def _add_up(
-    grads: Mapping[Any, Tensor], name: str, mixed: Mixed, share: float, num_ranks: int, num_steps: int, each: bool
+    grads: Mapping[Any, Tensor],
+    name: str,
+    mixed: Mixed,
+    share: float,
+    num_ranks: int,
+    num_steps: int,
+    each: bool,
 ) -> Tensor:
     def over_ranks(parts: list[Tensor]) -> Tensor:
         total = parts[0].clone()

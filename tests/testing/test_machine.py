@@ -1,4 +1,6 @@
-"""Training in any order of whatever may be done to it, beside a plain process; and that what is broken on purpose is found."""
+"""Training in any order of whatever may be done to it, beside a plain process; and that
+what is broken on purpose is found.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,23 @@ TestTraining.settings = examples(20, parent=TestTraining.settings)
 
 
 def run(machine: type[TrainingMachine], max_examples: int = 50) -> None:
-    """As a test would, but the same every time, and without a search for the smallest run."""
+    """As a test would, but the same every time, and without a search for the smallest
+    run.
+    """
     phases = (Phase.generate,)
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=max_examples, stateful_step_count=NUM_RULES, phases=phases, derandomize=True, database=None,
-            deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+            max_examples=max_examples,
+            stateful_step_count=NUM_RULES,
+            phases=phases,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
         ),
-    )  # fmt: skip
+    )
 
 
 class InBits(TrainingMachine):
@@ -56,7 +66,7 @@ class InBits(TrainingMachine):
 
 TestTrainingInBits = pytest.mark.nightly(InBits.TestCase)
 
-# --- fzero, broken on purpose ------------------------------------------------------------------------------------
+# --- fzero, broken on purpose ---------------------------------------------------------------------
 
 
 def skipping_an_update_on_rank_1() -> Any:
@@ -90,7 +100,9 @@ def _resharding(change: Callable[[Any, Any, Any], Any]) -> Any:
 
 def losing_momentum() -> Any:
     def change(state: Any, old: Any, new: Any) -> Any:
-        return state._replace(optimizer=optree.tree_map(lambda x: x if x.ndim == 1 else x * 0, state.optimizer))
+        return state._replace(
+            optimizer=optree.tree_map(lambda x: x if x.ndim == 1 else x * 0, state.optimizer)
+        )
 
     return _resharding(change)
 
@@ -115,7 +127,10 @@ def moving_without_the_last_update() -> Any:
         if any(p.kind != "device" for p in step.plan.placements.values()):
             kept[:] = [before.optimizer]
         elif kept and optree.tree_structure(kept[0]) == optree.tree_structure(now.optimizer):
-            same = [x.shape == y.shape for x, y in zip(*map(optree.tree_leaves, (kept[0], now.optimizer)), strict=True)]
+            same = [
+                x.shape == y.shape
+                for x, y in zip(*map(optree.tree_leaves, (kept[0], now.optimizer)), strict=True)
+            ]
             now = now._replace(optimizer=kept.pop()) if all(same) else now
         return now
 
@@ -137,7 +152,11 @@ def forgetting_the_count() -> Any:
 
 def keeping_the_scale() -> Any:
     def broken(self: LossScaling, state: LossScale[Tensor], overflow: Tensor) -> LossScale[Tensor]:
-        return LossScale(state.scale, state.hysteresis, torch.where(overflow, state.num_good * 0, state.num_good + 1))
+        return LossScale(
+            state.scale,
+            state.hysteresis,
+            torch.where(overflow, state.num_good * 0, state.num_good + 1),
+        )
 
     return patch.object(LossScaling, "update", broken)
 
@@ -210,7 +229,11 @@ def counting_what_is_skipped() -> Any:
 
 
 NUMBERS, AGREE, PADDING = "the numbers are those", "all ranks agree", "padding is zero"
-COUNTS, ENDS, METRICS = "an overflow makes no update, and the loss scale", "a step ends as", "metrics are those"
+COUNTS, ENDS, METRICS = (
+    "an overflow makes no update, and the loss scale",
+    "a step ends as",
+    "metrics are those",
+)
 MOVED = "a state that moves stays as it was"
 SKIPPED, KEPT = "a skipped step changes nothing", "a step that donates nothing"
 BROKEN: dict[Callable[[], Any], str] = {
@@ -234,12 +257,14 @@ BROKEN: dict[Callable[[], Any], str] = {
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_what_is_broken_is_found_within_the_default_number_of_runs(broken: Callable[[], Any]) -> None:
+def test_what_is_broken_is_found_within_the_default_number_of_runs(
+    broken: Callable[[], Any],
+) -> None:
     with broken(), pytest.raises(AssertionError, match=f"^({BROKEN[broken]})"):
         run(TrainingMachine)
 
 
-# --- machines of users -------------------------------------------------------------------------------------------
+# --- machines of users ----------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -290,7 +315,8 @@ def test_a_machine_takes_models_and_batches_of_ones_own() -> None:
             return st.builds(Convolution)
 
         def jobs(self) -> st.SearchStrategy[Job]:
-            return jobs.filter(lambda job: job.precision != "float16")  # parts of a gradient overflow otherwise
+            # parts of a gradient overflow otherwise
+            return jobs.filter(lambda job: job.precision != "float16")
 
         def make_batch(self, num_samples: int, seed: int) -> Any:
             x = torch.randn(2, num_samples, 2, 4, generator=torch.Generator().manual_seed(seed))
@@ -324,4 +350,7 @@ def test_a_subclass_keeps_short_runs_and_the_examples_of_the_profile() -> None:
 
 
 def test_the_nightly_profile_tries_ten_times_the_examples() -> None:
-    assert settings.get_profile("nightly").max_examples == 10 * settings.get_profile("fzero").max_examples
+    assert (
+        settings.get_profile("nightly").max_examples
+        == 10 * settings.get_profile("fzero").max_examples
+    )

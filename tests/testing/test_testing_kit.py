@@ -1,4 +1,6 @@
-"""The checks for users: what is right passes, and what is broken on purpose is caught for the right reason."""
+"""The checks for users: what is right passes, and what is broken on purpose is caught
+for the right reason.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,11 @@ def right(
 
     one = update or own_update
     return Transform(
-        init or own_init, one, specs or own_specs, update_skip_if, None if several is None else (one, several)
+        init or own_init,
+        one,
+        specs or own_specs,
+        update_skip_if,
+        None if several is None else (one, several),
     )
 
 
@@ -68,11 +74,13 @@ def own_specs(spec: TensorSpec) -> Momentum:
 UPDATE = right().update
 
 
-# --- transforms that are broken on purpose -----------------------------------------------------------------------
+# --- transforms that are broken on purpose --------------------------------------------------------
 
 
 def forgetting_padding(spec: TensorSpec) -> Momentum:
-    return Momentum(own_specs(spec).step, TensorSpec(spec.shape, spec.dtype, spec.spec, spec.placement))
+    return Momentum(
+        own_specs(spec).step, TensorSpec(spec.shape, spec.dtype, spec.spec, spec.placement)
+    )
 
 
 def forgetting_placement(spec: TensorSpec) -> Momentum:
@@ -173,7 +181,9 @@ def remembering_the_norm(grad: Tensor, param: Tensor, state: Momentum) -> Update
 
 
 def counting_what_is_skipped(skip: Tensor, grad: Tensor, param: Tensor, state: Momentum) -> Update:
-    _, new, after = UPDATE(grad.clone(), param.clone(), Momentum(state.step.clone(), state.mean.clone()))
+    _, new, after = UPDATE(
+        grad.clone(), param.clone(), Momentum(state.step.clone(), state.mean.clone())
+    )
     param.copy_(torch.where(skip, param, new))
     state.mean.copy_(torch.where(skip, state.mean, after.mean))
     return grad, param, Momentum(state.step.add_(1), state.mean)
@@ -206,7 +216,9 @@ def giving_no_state_of_the_empty(grads: Tensors, params: Tensors, states: States
 
 
 def not_counting_the_empty(grads: Tensors, params: Tensors, states: States) -> list[Momentum]:
-    return [UPDATE(*of)[2] if of[0].numel() else of[2] for of in zip(grads, params, states, strict=True)]
+    return [
+        UPDATE(*of)[2] if of[0].numel() else of[2] for of in zip(grads, params, states, strict=True)
+    ]
 
 
 def counting_by_the_first(grads: Tensors, params: Tensors, states: States) -> list[Momentum]:
@@ -255,15 +267,31 @@ PLACE, EMPTY, KINDS, ALIASES, WRITES, EQUAL, ALL, SHARDS, SKIPS, WIDE, SEVERAL, 
     law.sentence for law in ALL_LAWS[:-1]
 )
 BROKEN: dict[str, tuple[Any, str, str]] = {
-    "padding": (right(specs=forgetting_padding), PLACE, "init makes state.mean with shape and dtype"),
+    "padding": (
+        right(specs=forgetting_padding),
+        PLACE,
+        "init makes state.mean with shape and dtype",
+    ),
     "placement": (right(specs=forgetting_placement), PLACE, "specs puts state.step on .*'device'"),
     "a leaf": (right(specs=forgetting_a_leaf), PLACE, "and specs describes"),
     "a number": (right(init=counting_in_python), PLACE, "state.step is a int"),
     "no elements": (right(update=needing_an_element), EMPTY, "it raises RuntimeError: max"),
     "dtype": (right(update=widening), KINDS, "state.step is .*float32.* before an update"),
-    "shared": (right(init=sharing), ALIASES, "the parameter and state.mean share memory after init"),
-    "shared later": (right(update=sharing_later), ALIASES, "the parameter and state.mean share memory after update 1"),
-    "trespass": (right(update=trespassing), WRITES, "an update writes to the memory around the parameter"),
+    "shared": (
+        right(init=sharing),
+        ALIASES,
+        "the parameter and state.mean share memory after init",
+    ),
+    "shared later": (
+        right(update=sharing_later),
+        ALIASES,
+        "the parameter and state.mean share memory after update 1",
+    ),
+    "trespass": (
+        right(update=trespassing),
+        WRITES,
+        "an update writes to the memory around the parameter",
+    ),
     "init writes": (right(init=zeroing_init), WRITES, "init writes to the parameter"),
     "noise": (right(update=noisy), EQUAL, "differ in|draws random numbers"),
     "a count outside": (counting_outside(), EQUAL, "made twice, differ in state.mean"),
@@ -271,22 +299,54 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "kept by address": (keeping_by_address(), ALL, "when a copy of the state goes on"),
     "norm": (right(update=clipping), SHARDS, "differ from the whole in the parameter"),
     "neighbours": (right(update=smoothing), SHARDS, "differ from the whole in the parameter"),
-    "norm in the state": (right(update=remembering_the_norm), SHARDS, "differ from the whole in state.step"),
+    "norm in the state": (
+        right(update=remembering_the_norm),
+        SHARDS,
+        "differ from the whole in state.step",
+    ),
     "counts the skipped": (
         right(update_skip_if=counting_what_is_skipped),
         SKIPS,
         "a skipped update changes state.step",
     ),
-    "skips all": (right(update_skip_if=always_skipping), SKIPS, "after skipped updates the parameter is another"),
+    "skips all": (
+        right(update_skip_if=always_skipping),
+        SKIPS,
+        "after skipped updates the parameter is another",
+    ),
     "tiles": (right(update=fp32_as_16_bits), WIDE, "in tiles of 32 elements"),
-    "the last": (right(several=leaving_out_the_last), SEVERAL, "buffer 0 of 1, .* differs in state.step"),
-    "no state": (right(several=giving_no_state_of_the_empty), SEVERAL, "one call for 1 buffers gives 0 states"),
-    "uncounted": (right(several=not_counting_the_empty), SEVERAL, "buffer 0 of 1, .* differs in state.step"),
-    "one count": (right(several=counting_by_the_first), SEVERAL, "buffer 1 of 2, .* differs in state.step"),
+    "the last": (
+        right(several=leaving_out_the_last),
+        SEVERAL,
+        "buffer 0 of 1, .* differs in state.step",
+    ),
+    "no state": (
+        right(several=giving_no_state_of_the_empty),
+        SEVERAL,
+        "one call for 1 buffers gives 0 states",
+    ),
+    "uncounted": (
+        right(several=not_counting_the_empty),
+        SEVERAL,
+        "buffer 0 of 1, .* differs in state.step",
+    ),
+    "one count": (
+        right(several=counting_by_the_first),
+        SEVERAL,
+        "buffer 1 of 2, .* differs in state.step",
+    ),
     "new parameters": (right(several=making_new_parameters), SEVERAL, "differs in the parameter"),
     "one norm": (right(several=clipping_together), SEVERAL, "differs in the parameter"),
-    "over the end": (right(several=running_over), SEVERAL, "buffer 1 of 2, .* differs in the parameter"),
-    "a branch": (right(update=branching), READS, "the host reads a value by aten._local_scalar_dense"),
+    "over the end": (
+        right(several=running_over),
+        SEVERAL,
+        "buffer 1 of 2, .* differs in the parameter",
+    ),
+    "a branch": (
+        right(update=branching),
+        READS,
+        "the host reads a value by aten._local_scalar_dense",
+    ),
     "rate as a constant": (freezing, RATE_LAW.sentence, "does not change the parameter"),
     "writes to the rate": (writing, RATE_LAW.sentence, "an update writes to the learning rate"),
 }
@@ -334,11 +394,18 @@ RARE: dict[str, tuple[Any, str]] = {
         for k in (5, 10, 100, 128)
     },
     **{
-        f"every {k}th update": (lambda grad, state, k=k: state.step % k == 0, "after update") for k in (250, 1000, 5000)
+        f"every {k}th update": (lambda grad, state, k=k: state.step % k == 0, "after update")
+        for k in (250, 1000, 5000)
     },
     "after 9,000 updates": (lambda grad, state: state.step > 9_000, "after update"),
-    "from 4096 elements on": (lambda grad, state: grad.numel() >= 4096, "in the parameter after update 1"),
-    "from 65,536 elements on": (lambda grad, state: grad.numel() >= 65_536, "in the parameter after update 1"),
+    "from 4096 elements on": (
+        lambda grad, state: grad.numel() >= 4096,
+        "in the parameter after update 1",
+    ),
+    "from 65,536 elements on": (
+        lambda grad, state: grad.numel() >= 65_536,
+        "in the parameter after update 1",
+    ),
 }
 
 
@@ -381,9 +448,14 @@ def test_the_smallest_example_is_small_and_can_be_made_again() -> None:
     """Two shards of 32 elements each must hold something for a norm to show."""
     with pytest.raises(AssertionError, match=r"Smallest example: Updates\(") as raised:
         check_transform(right(update=clipping))
-    reported = str(raised.value).partition("Smallest example: ")[2].partition(". Let each element")[0]
+    reported = (
+        str(raised.value).partition("Smallest example: ")[2].partition(". Let each element")[0]
+    )
     example = eval(reported, {"Updates": Updates, "FlatLayout": FlatLayout})
-    assert 32 < example.layout.numel < 64 and (example.layout.world_size, example.num_updates) == (2, 1)
+    assert 32 < example.layout.numel < 64 and (example.layout.world_size, example.num_updates) == (
+        2,
+        1,
+    )
 
 
 def test_a_check_leaves_the_random_numbers_of_the_program_alone() -> None:
@@ -394,11 +466,14 @@ def test_a_check_leaves_the_random_numbers_of_the_program_alone() -> None:
 
 
 def test_what_is_no_transform_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mine: must be a Transform or a function of the learning rate .* got 3; see"):
+    with pytest.raises(
+        ValueError,
+        match=r"mine: must be a Transform or a function of the learning rate .* got 3; see",
+    ):
         check_transform(3, name="mine")  # type: ignore[arg-type]
 
 
-# --- orders ------------------------------------------------------------------------------------------------------
+# --- orders ---------------------------------------------------------------------------------------
 
 
 class Stubborn(Order):
@@ -430,14 +505,24 @@ def by_rank(length: int, world_size: int) -> Order:
 
 
 def by_even_share(length: int, world_size: int) -> Order:
-    return Order(tuple(index for first in range(world_size) for index in range(first * (length // world_size), length)))
+    return Order(
+        tuple(
+            index
+            for first in range(world_size)
+            for index in range(first * (length // world_size), length)
+        )
+    )
 
 
 PERMUTATION, UNDONE, ALIKE, RANKS = (law.sentence for law in ORDER_LAWS)
 BROKEN_ORDERS = [
     (dropping_the_last, PERMUTATION, r"orders 0 of 1 parameters\. .*length=1, world_size=1"),
     (needing_two, PERMUTATION, r"orders 2 of 0 parameters\. .*length=0, world_size=1"),
-    (by_even_share, PERMUTATION, r"raises ValueError: Order: indices must .*length=1, world_size=2"),
+    (
+        by_even_share,
+        PERMUTATION,
+        r"raises ValueError: Order: indices must .*length=1, world_size=2",
+    ),
     (not_undone, UNDONE, r"the inverse gives .*length=4, world_size=3"),
     (shuffled, ALIKE, "two calls give"),
     (by_rank, RANKS, r"rank 0 has \(0, 1\) and rank 1 has \(1, 0\)\. .*length=2, world_size=2"),
@@ -447,7 +532,9 @@ BROKEN_ORDERS = [
 @pytest.mark.parametrize(
     ("order", "sentence", "found"), BROKEN_ORDERS, ids=[case[0].__name__ for case in BROKEN_ORDERS]
 )
-def test_a_broken_order_is_caught_for_the_right_reason(order: Any, sentence: str, found: str) -> None:
+def test_a_broken_order_is_caught_for_the_right_reason(
+    order: Any, sentence: str, found: str
+) -> None:
     with pytest.raises(AssertionError, match=found) as raised:
         check_order(order, name=order.__name__)
     assert str(raised.value).startswith(f"{order.__name__}: {sentence}. Found that ")
@@ -469,7 +556,7 @@ def test_the_orders_here_pass(order: Any) -> None:
     check_order(order)
 
 
-# --- collectives -------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 EXACT = fzero.comms.exact()
@@ -477,7 +564,9 @@ OF_8_BITS = fzero.comms.compressed(fzero.comms.quantize(8))
 
 
 def gather_by(function: Callable[..., tuple[Tensor, Any]], hook: CommHook = EXACT) -> CommHook:
-    """A comm hook with another gather, which sends at once: (shard_S, axis, state) -> (full_P, state)."""
+    """A comm hook with another gather, which sends at once: (shard_S, axis, state) ->
+    (full_P, state).
+    """
     return hook._replace(start_gather=lambda *given, **_: completed(*function(*given)))
 
 
@@ -487,7 +576,9 @@ def reduce_by(function: Callable[..., tuple[Tensor, Any]]) -> CommHook:
 
 
 def gathering(change: Callable[[Tensor, Tensor, Any], Tensor]) -> CommHook:
-    """The exact comm hook, with the gathered tensor as `change(full_P, shard_S, axis)` makes it."""
+    """The exact comm hook, with the gathered tensor as `change(full_P, shard_S, axis)`
+    makes it.
+    """
 
     def gather(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
         return change(EXACT.gather(shard_S, axis, None)[0], shard_S, axis), state
@@ -568,7 +659,9 @@ def with_bytes(decode: Callable[[Tensor, int, torch.dtype], Tensor]) -> CommHook
         wide = x.float()
         return wide.contiguous().view(torch.uint8) if x.numel() else wide.to(torch.uint8)
 
-    exactly = fzero.comms.codecs.Codec("bytes", lambda n: 4 * n, encode, decode, lambda x: torch.zeros_like(x).double())
+    exactly = fzero.comms.codecs.Codec(
+        "bytes", lambda n: 4 * n, encode, decode, lambda x: torch.zeros_like(x).double()
+    )
     return fzero.comms.compressed(exactly)
 
 
@@ -576,17 +669,44 @@ RAISES, ENDS, GIVEN, FORM, SAME, JOINS, ADDS, LOSES, STATE, AGAIN, SENDS, PLANS,
     law.sentence for law in COLLECTIVE_LAWS
 )
 BROKEN_COLLECTIVES: dict[str, tuple[CommHook, float, str, str]] = {
-    "wrong order": (gathering(lambda full, _, axis: parts(full, axis).flip(0).reshape(-1)), 0, JOINS, "gather gives"),
+    "wrong order": (
+        gathering(lambda full, _, axis: parts(full, axis).flip(0).reshape(-1)),
+        0,
+        JOINS,
+        "gather gives",
+    ),
     "no own part": (gathering(without_own_part), 0, SAME, "rank 0 gathers"),
     "own part exact": (gather_by(keeping_its_own, OF_8_BITS), 1 / 127, SAME, "rank 0 gathers"),
-    "averages": (reducing(lambda total, _, axis: total / axis.size), 0, ADDS, "reduce_scatter on rank"),
-    "adds a part": (reducing(lambda total, full, axis: parts(full, axis)[0] + total), 0, ADDS, "reduce_scatter on"),
-    "sends to itself": (gather_by(lambda x, axis, _: (torch.cat([x] * axis.size), None)), 0, SAME, "rank"),
+    "averages": (
+        reducing(lambda total, _, axis: total / axis.size),
+        0,
+        ADDS,
+        "reduce_scatter on rank",
+    ),
+    "adds a part": (
+        reducing(lambda total, full, axis: parts(full, axis)[0] + total),
+        0,
+        ADDS,
+        "reduce_scatter on",
+    ),
+    "sends to itself": (
+        gather_by(lambda x, axis, _: (torch.cat([x] * axis.size), None)),
+        0,
+        SAME,
+        "rank",
+    ),
     "no tail": (gathering(without_tail), 0, JOINS, "gather gives"),
-    "cuts the tail": (gathering(lambda full, shard, axis: full[:-1]), 0, FORM, r"gather gives \(\("),
+    "cuts the tail": (
+        gathering(lambda full, shard, axis: full[:-1]),
+        0,
+        FORM,
+        r"gather gives \(\(",
+    ),
     "another dtype": (reducing(lambda total, *_: total.half()), 0, FORM, "torch.float16"),
     "reads strided bytes": (
-        with_bytes(lambda codes, numel, dtype: codes.T.view(torch.float32).T[..., :numel].to(dtype)),
+        with_bytes(
+            lambda codes, numel, dtype: codes.T.view(torch.float32).T[..., :numel].to(dtype)
+        ),
         0,
         RAISES,
         "it raises RuntimeError: self",
@@ -597,13 +717,28 @@ BROKEN_COLLECTIVES: dict[str, tuple[CommHook, float, str, str]] = {
         RAISES,
         "it raises RuntimeError: self",
     ),
-    "never sends": (gather_by(waiting_for_rank_0), 0, ENDS, "rank 1 waits for rank 0, which has ended"),
+    "never sends": (
+        gather_by(waiting_for_rank_0),
+        0,
+        ENDS,
+        "rank 1 waits for rank 0, which has ended",
+    ),
     "sends to nobody": (gather_by(sending_to_nobody), 0, ENDS, "never received|waits"),
     "mutates": (gathering(mutating), 0, GIVEN, "gather writes to what it is given on rank"),
     "more than declared": (OF_8_BITS, 1e-4, JOINS, "is declared"),
-    "loses more than it tells": (OF_8_BITS._replace(lossy=lambda x: x), 1 / 127, LOSES, "gather gives"),
+    "loses more than it tells": (
+        OF_8_BITS._replace(lossy=lambda x: x),
+        1 / 127,
+        LOSES,
+        "gather gives",
+    ),
     "state grows": (gather_by(growing), 0, STATE, r"init gives \[\] and gather"),
-    "noise in the state": (gather_by(drawing)._replace(init=torch.zeros_like), 0, AGAIN, "two runs give"),
+    "noise in the state": (
+        gather_by(drawing)._replace(init=torch.zeros_like),
+        0,
+        AGAIN,
+        "two runs give",
+    ),
     "sends all": (reduce_by(sending_all), 0, SENDS, "bytes, the exact collectives"),
     "another plan": (EXACT._replace(nbytes=lambda numel, itemsize: 1), 0, PLANS, "nbytes returns"),
     "at once": (reducing(lambda total, *_: total), 0, LATE, r"gives \[nan"),
@@ -625,7 +760,10 @@ RIGHT = {
     "8 bits": (OF_8_BITS, 1 / 127),
     "bfloat16": (fzero.comms.compressed(fzero.comms.cast("bfloat16")), 2.0**-8),
     "feedback": (fzero.comms.error_feedback(OF_8_BITS), 2 / 127),  # what two rounds lose
-    "LoCo": (fzero.comms.reset_every(fzero.comms.error_feedback(OF_8_BITS, decay=0.8), every=2), 2 / 127),
+    "LoCo": (
+        fzero.comms.reset_every(fzero.comms.error_feedback(OF_8_BITS, decay=0.8), every=2),
+        2 / 127,
+    ),
 }
 
 
@@ -637,18 +775,24 @@ def test_the_collectives_here_pass(name: str) -> None:
 
 
 def test_every_law_of_collectives_is_broken_by_one() -> None:
-    assert {sentence for *_, sentence, _ in BROKEN_COLLECTIVES.values()} == {law.sentence for law in COLLECTIVE_LAWS}
+    assert {sentence for *_, sentence, _ in BROKEN_COLLECTIVES.values()} == {
+        law.sentence for law in COLLECTIVE_LAWS
+    }
 
 
-# --- the package -------------------------------------------------------------------------------------------------
+# --- the package ----------------------------------------------------------------------------------
 
 
 def test_importing_fzero_does_not_import_hypothesis() -> None:
     program = "import sys, fzero; print('hypothesis' in sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert printed == "False\n"
 
 
 def test_a_spec_that_is_replaced_passes() -> None:
     """The way that the message recommends."""
-    check_transform(right(specs=lambda spec: Momentum(replace(own_specs(spec).step), replace(spec))))
+    check_transform(
+        right(specs=lambda spec: Momentum(replace(own_specs(spec).step), replace(spec)))
+    )

@@ -1,4 +1,6 @@
-"""Adapters alone, in the files of PEFT: PEFT's model computes as fzero's, and fzero reads what PEFT writes."""
+"""Adapters alone, in the files of PEFT: PEFT's model computes as fzero's, and fzero
+reads what PEFT writes.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,17 @@ KEYS = {
 
 
 class Model(nn.Module):
-    """A table, a linear layer, one of transformers' with its input first, and a convolution."""
+    """A table, a linear layer, one of transformers' with its input first, and a
+    convolution.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.up, self.wide = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 4), Conv1D(8, 4)
+        self.table, self.up, self.wide = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, 4),
+            Conv1D(8, 4),
+        )
         self.kernel = nn.Conv1d(8, VOCABULARY, 3, padding=1)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -77,34 +85,49 @@ def saved(folder: str, stage: int) -> float:
 def test_a_file_has_pefts_keys_and_shapes_and_no_other_weights(tmp_path: Path) -> None:
     trained(str(tmp_path), 3)
     file = load_file(tmp_path / "adapter_model.safetensors")
-    assert {key: tuple(x.shape) for key, x in file.items()} == {f"base_model.model.{k}": s for k, s in KEYS.items()}
+    assert {key: tuple(x.shape) for key, x in file.items()} == {
+        f"base_model.model.{k}": s for k, s in KEYS.items()
+    }
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 3)
-    assert config["target_modules"] == ["kernel", "table", "up", "wide"] and config["base_model_name_or_path"] == "tiny"
+    assert (
+        config["target_modules"] == ["kernel", "table", "up", "wide"]
+        and config["base_model_name_or_path"] == "tiny"
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_peft_loads_it_and_computes_the_same(num_ranks: int, tmp_path: Path, ranks: RankPool) -> None:
+def test_peft_loads_it_and_computes_the_same(
+    num_ranks: int, tmp_path: Path, ranks: RankPool
+) -> None:
     peft = pytest.importorskip("peft")
     loss = ranks(num_ranks, saved, str(tmp_path), 3)[0]
     with pytest.warns(
         UserWarning, match="fan_in_fan_out"
     ):  # peft asks each module which of its dimensions is the input
         theirs = peft.PeftModel.from_pretrained(model_of(Logits), str(tmp_path))
-    found = nn.functional.cross_entropy(theirs(tokens(9)).flatten(0, 1), tokens(9).flip(1).flatten())
+    found = nn.functional.cross_entropy(
+        theirs(tokens(9)).flatten(0, 1), tokens(9).flip(1).flatten()
+    )
     assert found.item() == pytest.approx(loss, rel=1e-6)
-    plain = nn.functional.cross_entropy(model_of().logits(tokens(9)).flatten(0, 1), tokens(9).flip(1).flatten())
+    plain = nn.functional.cross_entropy(
+        model_of().logits(tokens(9)).flatten(0, 1), tokens(9).flip(1).flatten()
+    )
     assert abs(plain.item() - loss) > 1e-3
 
 
 def test_what_peft_writes_is_read(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["up", "table"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2, lora_alpha=3, target_modules=["up", "table"], init_lora_weights=False
+    )
     theirs = peft.get_peft_model(model_of(Logits), config)
     theirs.save_pretrained(str(tmp_path))
     step = fzero.make_train_step(model_of(), {}, transforms=[lora(["up", "table"], 2, alpha=3)])
     state = step.init({**model_of().state_dict(), **load_adapter(step, tmp_path)})
-    found = nn.functional.cross_entropy(theirs(tokens(9)).flatten(0, 1), tokens(9).flip(1).flatten())
+    found = nn.functional.cross_entropy(
+        theirs(tokens(9)).flatten(0, 1), tokens(9).flip(1).flatten()
+    )
     assert step.evaluate(state, tokens(9)).item() == pytest.approx(found.item(), rel=1e-6)
 
 
@@ -120,7 +143,12 @@ def test_training_goes_on_from_a_file(bits: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("use_rslora", True), ("use_dora", True), ("alpha_pattern", {"up": 8}), ("rank_pattern", {"up": 4})],
+    [
+        ("use_rslora", True),
+        ("use_dora", True),
+        ("alpha_pattern", {"up": 8}),
+        ("rank_pattern", {"up": 4}),
+    ],
 )
 def test_adapters_that_compute_otherwise_are_errors(key: str, value: Any, tmp_path: Path) -> None:
     step, _ = trained(str(tmp_path), 0)
@@ -134,11 +162,16 @@ def test_other_adapters_are_errors(tmp_path: Path) -> None:
     trained(str(tmp_path), 0)
 
     def step(*args: Any, **how: Any) -> Any:
-        return fzero.make_train_step(model_of(), {}, transforms=[lora(*args, **how)] if args else [])
+        return fzero.make_train_step(
+            model_of(), {}, transforms=[lora(*args, **how)] if args else []
+        )
 
     with pytest.raises(ValueError, match=r"got 2 and 1\.5; pass lora\(…, rank=2, alpha=3\)"):
         load_adapter(step("*", 3, alpha=3), tmp_path)
-    with pytest.raises(ValueError, match=r"the step must have every adapter of the file, got 'base_model.model.kernel"):
+    with pytest.raises(
+        ValueError,
+        match=r"the step must have every adapter of the file, got 'base_model.model.kernel",
+    ):
         load_adapter(step("up", 2, alpha=3), tmp_path)
     with pytest.raises(ValueError, match="load_adapter: the step must have adapters, got none"):
         load_adapter(step(), tmp_path)

@@ -1,4 +1,6 @@
-"""The laws of activation checkpointing: the same numbers and collectives, and only inputs are kept for the backward."""
+"""The laws of activation checkpointing: the same numbers and collectives, and only
+inputs are kept for the backward.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from test_models import MODELS, text
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint as torch_checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    checkpoint as torch_checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from training import Block, Odd, Plain, adamw, config, make, part, tokens, train_plainly, vectors
 
 import fzero
@@ -41,13 +46,20 @@ class Peculiar(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.norm = nn.Linear(WIDTH, 2 * WIDTH), nn.BatchNorm1d(2 * WIDTH)
-        self.down = nn.utils.parametrizations.spectral_norm(nn.Linear(2 * WIDTH, WIDTH))  # its buffers enter its output
+        # its buffers enter its output
+        self.down = nn.utils.parametrizations.spectral_norm(nn.Linear(2 * WIDTH, WIDTH))
         self.dropout = nn.Dropout(0.3)
         self.register_buffer("calls", torch.zeros(()))
         self.num_runs = 0
 
     def forward(
-        self, pair: tuple[Tensor, str], seen: list[Tensor], *, mask: Tensor, scale: Tensor, options: dict[str, Any]
+        self,
+        pair: tuple[Tensor, str],
+        seen: list[Tensor],
+        *,
+        mask: Tensor,
+        scale: Tensor,
+        options: dict[str, Any],
     ) -> Output:
         self.num_runs += 1
         self.calls.add_(1)
@@ -59,7 +71,9 @@ class Peculiar(nn.Module):
 
 
 class Nested(nn.Module):
-    """Blocks that are called twice, with a parameter of another unit as an argument, and not always with a gradient."""
+    """Blocks that are called twice, with a parameter of another unit as an argument,
+    and not always with a gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +87,11 @@ class Nested(nn.Module):
         for index in (0, 0, 1, 2, 1):
             with torch.set_grad_enabled(index != 2 or not self.training):
                 out = self.blocks[index](
-                    (x, "odd" if index % 2 else "even"), seen, mask=mask, scale=self.scale, options=options
+                    (x, "odd" if index % 2 else "even"),
+                    seen,
+                    mask=mask,
+                    scale=self.scale,
+                    options=options,
                 )
             x, extra = (out.hidden if index != 2 else x + out.hidden), extra + out.extras[0]
         assert len(seen) == 5
@@ -81,7 +99,9 @@ class Nested(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Blocks that the runner gives their weights in a list, with tuples as results, and a buffer with a graph."""
+    """Blocks that the runner gives their weights in a list, with tuples as results, and
+    a buffer with a graph.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,8 +130,12 @@ class Gate(nn.Linear):
 Run = tuple[list[tuple[float, float]], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
 
 
-def _run(model: Callable[[], nn.Module], data: Callable[[int], Any], cfg: dict[str, Any], **options: Any) -> Run:
-    """Losses with gradient norms, this rank's gradients, its module buffers and random state, and the weights."""
+def _run(
+    model: Callable[[], nn.Module], data: Callable[[int], Any], cfg: dict[str, Any], **options: Any
+) -> Run:
+    """Losses with gradient norms, this rank's gradients, its module buffers and random
+    state, and the weights.
+    """
     step = fzero.make_train_step(make(model), cfg, **options)
     state, curve = step.init(), []
     for index in range(3):
@@ -128,7 +152,10 @@ def _assert_same_bits(found: Run, expected: Run) -> None:
 
 
 def _with_and_without(
-    model: Callable[[], nn.Module], data: Callable[[int], Any], more: dict[str, Any], options: dict[str, Any]
+    model: Callable[[], nn.Module],
+    data: Callable[[int], Any],
+    more: dict[str, Any],
+    options: dict[str, Any],
 ) -> list[tuple[Run, Run]]:
     cfgs = [config(stage) | more for stage in range(4)]
     plain = {key: value for key, value in options.items() if key != "checkpoint"}
@@ -145,9 +172,13 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("more", MORE)
-@pytest.mark.parametrize(("model", "data"), [(Odd, tokens), (Nested, vectors), (Recurrent, vectors)])
+@pytest.mark.parametrize(
+    ("model", "data"), [(Odd, tokens), (Nested, vectors), (Recurrent, vectors)]
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_checkpointing_changes_no_bit(ranks: RankPool, world_size: int, model: Any, data: Any, more: str) -> None:
+def test_checkpointing_changes_no_bit(
+    ranks: RankPool, world_size: int, model: Any, data: Any, more: str
+) -> None:
     for on_rank in ranks(world_size, _with_and_without, model, data, *MORE[more]):
         for found, expected in on_rank:
             _assert_same_bits(found, expected)
@@ -184,13 +215,17 @@ def test_checkpointing_changes_no_bit_of_a_transformer(
 def test_a_cache_that_holds_something_is_refused() -> None:
     # Of two blocks only the second: the first one has put its keys and values into the cache.
     model = _transformer("llama", True, False)
-    step = fzero.make_train_step(model, config(3), checkpoint=lambda name, _: name.endswith("layers.1"))
-    with pytest.raises(ValueError, match=r"model.layers.1.*an empty DynamicCache or none.*got 7.*use_cache=False"):
+    step = fzero.make_train_step(
+        model, config(3), checkpoint=lambda name, _: name.endswith("layers.1")
+    )
+    with pytest.raises(
+        ValueError, match=r"model.layers.1.*an empty DynamicCache or none.*got 7.*use_cache=False"
+    ):
         step(step.init(), text(0))
     assert not [module for module in model.modules() if "forward" in module.__dict__]
 
 
-# --- what runs again ---------------------------------------------------------------------------------------------
+# --- what runs again ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -212,7 +247,9 @@ def test_what_is_checkpointed_runs_twice_and_nothing_else(checkpoint: Any, runs:
     assert [block.num_runs for block in model.blocks] == runs
     assert [state.buffers[f"blocks.{index}.calls"].item() for index in range(3)] == [2, 2, 1]
     step.evaluate(state, vectors(0))
-    assert [block.num_runs for block in model.blocks] == [n + m for n, m in zip(runs, (2, 2, 1), strict=True)]
+    assert [block.num_runs for block in model.blocks] == [
+        n + m for n, m in zip(runs, (2, 2, 1), strict=True)
+    ]
 
 
 def test_the_configuration_says_every_how_many_units_where_the_argument_does_not() -> None:
@@ -280,7 +317,9 @@ def test_nothing_stays_on_the_model_also_after_an_error(fails_at: int) -> None:
 
 
 class Penalised(Fails):
-    """A gradient penalty: blocks run again inside the forward, and again in the backward."""
+    """A gradient penalty: blocks run again inside the forward, and again in the
+    backward.
+    """
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -304,7 +343,9 @@ class Transformed(Fails):
 @pytest.mark.parametrize(("model", "stages"), [(Penalised, range(4)), (Transformed, range(3))])
 def test_gradients_inside_the_forward_are_the_same(model: Any, stages: range) -> None:
     for stage in stages:
-        found, expected = (_run(model, vectors, config(stage), checkpoint=checkpoint) for checkpoint in (1, None))
+        found, expected = (
+            _run(model, vectors, config(stage), checkpoint=checkpoint) for checkpoint in (1, None)
+        )
         _assert_same_bits(found, expected)
 
 
@@ -317,7 +358,9 @@ def test_a_unit_that_runs_again_inside_the_forward_is_reduced_as_early_as_otherw
     assert schedules[0] == schedules[1]
 
 
-def test_a_buffer_that_moves_for_the_first_time_in_a_later_step_is_refused_where_it_would_run_again() -> None:
+def test_a_buffer_that_moves_for_the_first_time_in_a_later_step_is_refused_where_it_would_run_again() -> (
+    None
+):
     model: Any = make(Nested)
     for block in model.blocks:
         block.forward = functools.partial(_late, block)
@@ -326,7 +369,9 @@ def test_a_buffer_that_moves_for_the_first_time_in_a_later_step_is_refused_where
     model.is_late = True
     for block in model.blocks:
         block.is_late = True
-    with pytest.raises(ValueError, match=r"buffer 'blocks.1.calls': must change in the first forward or never"):
+    with pytest.raises(
+        ValueError, match=r"buffer 'blocks.1.calls': must change in the first forward or never"
+    ):
         step(state, vectors(1))
 
 
@@ -334,7 +379,9 @@ def _late(block: Any, pair: tuple[Tensor, str], seen: list[Tensor], **options: A
     seen.append(pair[0])
     if getattr(block, "is_late", False):
         block.calls.add_(1)
-    return Output(torch.tanh(block.up(pair[0])[:, :WIDTH]) * (1 + block.calls.clone()), (pair[0].sum(), 1))
+    return Output(
+        torch.tanh(block.up(pair[0])[:, :WIDTH]) * (1 + block.calls.clone()), (pair[0].sum(), 1)
+    )
 
 
 class InPlace(Block):
@@ -351,20 +398,30 @@ def test_an_input_that_is_changed_in_place_is_refused(stage: int) -> None:
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     _run(model, vectors, config(stage), loss_fn=loss_fn)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place after it was saved"):
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation|changed in place after it was saved"
+    ):
         _run(
-            model, vectors, config(stage), loss_fn=loss_fn, checkpoint=lambda name, module: isinstance(module, InPlace)
+            model,
+            vectors,
+            config(stage),
+            loss_fn=loss_fn,
+            checkpoint=lambda name, module: isinstance(module, InPlace),
         )
 
 
-# --- collectives -------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
-def _sent(model: Any, data: Any, checkpoint: int | None, schedule: Any) -> tuple[Any, Counter[Any], list[Any]]:
+def _sent(
+    model: Any, data: Any, checkpoint: int | None, schedule: Any
+) -> tuple[Any, Counter[Any], list[Any]]:
     """The schedule, and what was sent in the first step and in the third."""
     log: list[fzero.comms.CommRecord] = []
     axis = replace(fzero.join(), observe=log.append)
-    step = fzero.make_train_step(make(model), config(3), mesh=axis, checkpoint=checkpoint, schedule=schedule)
+    step = fzero.make_train_step(
+        make(model), config(3), mesh=axis, checkpoint=checkpoint, schedule=schedule
+    )
     state, seen = step.init(), []
     for index in range(3):
         log.clear()
@@ -390,16 +447,20 @@ def test_the_same_collectives_are_issued(
             assert gathers == {f"gather blocks.{i}/float32": 2 if i < 4 else 1 for i in range(5)}
 
 
-# --- reentrant checkpoints ----------------------------------------------------------------------------------------
+# --- reentrant checkpoints ------------------------------------------------------------------------
 
 
 class Reentrant(nn.Module):
-    """Reentrant checkpoints, whose backwards run inside the backward of the step, share units with each other."""
+    """Reentrant checkpoints, whose backwards run inside the backward of the step, share
+    units with each other.
+    """
 
     def __init__(self, of: Literal["scale", "blocks", "nested"]) -> None:
         super().__init__()
         self.inlet, self.outlet, self.of = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), of
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
+        )
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -415,8 +476,12 @@ class Reentrant(nn.Module):
         return self.scale * block(x) if self.of == "scale" else block(x)
 
 
-def _negotiations(of: Any, stage: int) -> tuple[list[int], list[tuple[float, float]], dict[str, Tensor]]:
-    """The number of negotiations in each of six steps, without a warning; (loss, norm) of each; and the weights."""
+def _negotiations(
+    of: Any, stage: int
+) -> tuple[list[int], list[tuple[float, float]], dict[str, Tensor]]:
+    """The number of negotiations in each of six steps, without a warning; (loss, norm)
+    of each; and the weights.
+    """
     log: list[fzero.comms.CommRecord] = []
     step = fzero.make_train_step(
         make(lambda: Reentrant(of)), config(stage), mesh=replace(fzero.join(), observe=log.append)
@@ -436,17 +501,21 @@ def _negotiations(of: Any, stage: int) -> tuple[list[int], list[tuple[float, flo
 def test_the_order_of_reentrant_checkpoints_is_learned_once_and_all_stages_give_the_same_bits(
     ranks: RankPool, of: str
 ) -> None:
-    """Each inner backward completes the gradients of its units: a unit that several share is reduced once for each."""
+    """Each inner backward completes the gradients of its units: a unit that several
+    share is reduced once for each.
+    """
     expected = train_plainly(lambda: Reentrant(of), vectors, adamw, num_steps=6)  # type: ignore[arg-type]
     first = ranks(3, _negotiations, of, 0)[0][1:]
     torch.testing.assert_close(first, expected, rtol=2e-6, atol=1e-5)
     for stage in (1, 2, 3):
         for counts, curve, weights in ranks(3, _negotiations, of, stage):
             assert counts[0] and not any(counts[1:])
-            assert curve == first[0] and all(torch.equal(weights[name], first[1][name]) for name in weights)
+            assert curve == first[0] and all(
+                torch.equal(weights[name], first[1][name]) for name in weights
+            )
 
 
-# --- bytes kept for the backward ---------------------------------------------------------------------------------
+# --- bytes kept for the backward ------------------------------------------------------------------
 
 
 class Made(TorchDispatchMode):
@@ -458,7 +527,9 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = {
-            t.untyped_storage().data_ptr() for t in optree.tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)
+            t.untyped_storage().data_ptr()
+            for t in optree.tree_leaves((args, kwargs or {}))
+            if isinstance(t, Tensor)
         }
         out = func(*args, **(kwargs or {}))
         for tensor in optree.tree_leaves(out):
@@ -468,7 +539,11 @@ class Made(TorchDispatchMode):
         return out
 
     def alive(self, but: Callable[[int], bool] = lambda address: False) -> int:
-        return sum(nbytes for address, (ref, nbytes) in self._known.items() if not ref.expired() and not but(address))
+        return sum(
+            nbytes
+            for address, (ref, nbytes) in self._known.items()
+            if not ref.expired() and not but(address)
+        )
 
 
 class Stack(nn.Module):
@@ -486,7 +561,9 @@ NUM_BLOCKS, NUM_ROWS = 6, 20
 
 
 def _kept(stage: int, *, but: Callable[[int], bool] = lambda address: False, **options: Any) -> int:
-    """The bytes that a forward leaves alive, less those at addresses of which `but` is true."""
+    """The bytes that a forward leaves alive, less those at addresses of which `but` is
+    true.
+    """
     kept: list[int] = []
 
     def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -501,8 +578,9 @@ def _kept(stage: int, *, but: Callable[[int], bool] = lambda address: False, **o
     return kept[0]
 
 
-# A block keeps its input, two statistics of its norm for each row, and the inputs of `up`, of gelu and of `down`. The
-# first block's input is the batch, which was there before; the loss keeps the last block's output, and is 4 bytes.
+# A block keeps its input, two statistics of its norm for each row, and the inputs of `up`, of gelu
+# and of `down`. The first block's input is the batch, which was there before; the loss keeps the
+# last block's output, and is 4 bytes.
 OF_A_BLOCK = 4 * NUM_ROWS * (WIDTH + 2 + WIDTH + 3 * WIDTH + 3 * WIDTH)
 OF_AN_INPUT = 4 * NUM_ROWS * WIDTH
 
@@ -512,11 +590,14 @@ def test_only_the_inputs_of_checkpointed_units_are_kept_for_the_backward(stage: 
     assert _kept(stage) == NUM_BLOCKS * OF_A_BLOCK + 4
     assert _kept(stage, checkpoint=1) == NUM_BLOCKS * OF_AN_INPUT + 4
     assert _kept(stage, checkpoint=2) == NUM_BLOCKS // 2 * (OF_AN_INPUT + OF_A_BLOCK) + 4
-    assert _kept(stage, more={"activation_checkpointing": {"every": 1}}) == NUM_BLOCKS * OF_AN_INPUT + 4
+    assert (
+        _kept(stage, more={"activation_checkpointing": {"every": 1}})
+        == NUM_BLOCKS * OF_AN_INPUT + 4
+    )
     assert _kept(stage, more={"activation_checkpointing": {}}) == NUM_BLOCKS * OF_A_BLOCK + 4
 
 
-# --- inputs in host memory ---------------------------------------------------------------------------------------
+# --- inputs in host memory ------------------------------------------------------------------------
 
 
 class Host:
@@ -544,12 +625,16 @@ CPU_CHECKPOINTING = {"activation_checkpointing": {"cpu_checkpointing": True}}
 @contextmanager
 def _host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     host = Host()
-    monkeypatch.setattr("fzero.transforms.checkpointing.host_moves", lambda device: Moves(host.away, host.back))
+    monkeypatch.setattr(
+        "fzero.transforms.checkpointing.host_moves", lambda device: Moves(host.away, host.back)
+    )
     yield host
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(("model", "data"), [(Odd, tokens), (Nested, vectors), (Penalised, vectors)])
+@pytest.mark.parametrize(
+    ("model", "data"), [(Odd, tokens), (Nested, vectors), (Penalised, vectors)]
+)
 def test_inputs_in_host_memory_change_no_bit(
     monkeypatch: pytest.MonkeyPatch, model: Any, data: Any, stage: int
 ) -> None:
@@ -564,40 +649,51 @@ def test_inputs_in_host_memory_change_no_bit(
 def test_inputs_in_host_memory_are_kept_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     with _host(monkeypatch) as host:
         kept = _kept(3, but=host.holds, checkpoint=1, more=CPU_CHECKPOINTING)
-    # The first input, which is the batch, needs no gradient and stays; the loss keeps the last output.
+    # The first input, which is the batch, needs no gradient and stays; the loss keeps the last
+    # output.
     assert len(host.kept) == NUM_BLOCKS - 1
     assert kept == OF_AN_INPUT + 4
 
 
-def test_on_the_cpu_inputs_stay_and_without_checkpointing_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpu_inputs_stay_and_without_checkpointing_nothing_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert host_moves(torch.device("cpu")) is None
     with _host(monkeypatch) as host:
         _run(Odd, tokens, config(3) | CPU_CHECKPOINTING)
     assert not host.kept
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("checkpoint", [0, -1, True, False, 1.0, "every"])
 def test_a_wrong_choice_is_refused(checkpoint: Any) -> None:
-    with pytest.raises(ValueError, match=r"checkpoint: must be a positive integer .* got .*; pass 1 for every unit"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint: must be a positive integer .* got .*; pass 1 for every unit"
+    ):
         fzero.make_train_step(make(Plain), config(3), checkpoint=checkpoint)
 
 
 def test_a_function_that_matches_nothing_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"checkpoint: its function must be true of a module of Plain and is true of none"
+        ValueError,
+        match=r"checkpoint: its function must be true of a module of Plain and is true of none",
     ):
-        fzero.make_train_step(make(Plain), config(3), checkpoint=lambda name, module: name == "blocks.9")
+        fzero.make_train_step(
+            make(Plain), config(3), checkpoint=lambda name, module: name == "blocks.9"
+        )
 
 
 @pytest.mark.parametrize(
-    ("field", "options"), [("checkpoint", {"checkpoint": 1}), ("activation_checkpointing.every", {})]
+    ("field", "options"),
+    [("checkpoint", {"checkpoint": 1}), ("activation_checkpointing.every", {})],
 )
 def test_a_model_without_blocks_is_refused(field: str, options: dict[str, Any]) -> None:
     cfg = config(3) | {"activation_checkpointing": {"every": 1}}
-    with pytest.raises(ValueError, match=rf"{field}: needs units that are one module, got 1 .* no repeated blocks"):
+    with pytest.raises(
+        ValueError, match=rf"{field}: needs units that are one module, got 1 .* no repeated blocks"
+    ):
         fzero.make_train_step(nn.Sequential(nn.Linear(4, 4)), cfg, **options)
 
 
@@ -619,20 +715,32 @@ def _differs(rank_dependent: bool) -> str:
 def test_ranks_must_checkpoint_the_same(ranks: RankPool) -> None:
     assert ranks(2, _differs, False) == ["", ""]
     for message in ranks(2, _differs, True):
-        assert "'checkpoint' is 'blocks.0, blocks.1, blocks.2, blocks.3, blocks.4' on rank 0" in message
+        assert (
+            "'checkpoint' is 'blocks.0, blocks.1, blocks.2, blocks.3, blocks.4' on rank 0"
+            in message
+        )
 
 
 def test_the_rest_of_deepspeeds_block_is_read() -> None:
     block = {
-        "partition_activations": False, "contiguous_memory_optimization": False, "cpu_checkpointing": True,
-        "synchronize_checkpoint_boundary": True, "profile": True, "number_checkpoints": 4,
-    }  # fmt: skip
+        "partition_activations": False,
+        "contiguous_memory_optimization": False,
+        "cpu_checkpointing": True,
+        "synchronize_checkpoint_boundary": True,
+        "profile": True,
+        "number_checkpoints": 4,
+    }
     cfg = Config.load({"activation_checkpointing": block})
-    assert cfg.activation_checkpointing.every is None and cfg.activation_checkpointing.cpu_checkpointing
+    assert (
+        cfg.activation_checkpointing.every is None
+        and cfg.activation_checkpointing.cpu_checkpointing
+    )
     assert {note.key.rpartition(".")[2] for note in cfg.notes if note.kind == "accepted"} == {
         "synchronize_checkpoint_boundary", "profile", "number_checkpoints",
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"activation_checkpointing.every: must be at least 1, got 0"):
+    with pytest.raises(
+        ConfigError, match=r"activation_checkpointing.every: must be at least 1, got 0"
+    ):
         Config.load({"activation_checkpointing": {"every": 0}})
 
 
@@ -640,7 +748,9 @@ class Selective(Plain):
     """Keeps the products of its blocks, and computes the rest again."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        contexts = functools.partial(
+            create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]
+        )
         for block in self.blocks:
             x = torch_checkpoint(block, x, use_reentrant=False, context_fn=contexts)
         return nn.functional.mse_loss(x, y)
@@ -649,7 +759,9 @@ class Selective(Plain):
 def test_selective_checkpointing_of_the_models_own_changes_no_bit_in_any_stage() -> None:
     losses = []
     for model, stage in ((Plain, 3), (Selective, 2), (Selective, 3)):
-        simulated = fzero.simulate(fzero.make_train_step(make(model), config(stage)), 2, by="lockstep")
+        simulated = fzero.simulate(
+            fzero.make_train_step(make(model), config(stage)), 2, by="lockstep"
+        )
         state, batch = simulated.init(), tuple(torch.stack(x.chunk(2)) for x in vectors(0))
         for _ in range(2):
             state, metrics = simulated(state, batch)
@@ -665,27 +777,46 @@ def test_members_of_a_list_that_are_sequentials_are_units_and_checkpointed() -> 
         return stack(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
 
     listed = nn.ModuleList([layer(), layer(), stack(nn.Linear(4, 4))])
-    assert [unit.name for unit in fzero.plan(listed, config(3), world_size=2).units] == ["0", "1", "2"]
+    assert [unit.name for unit in fzero.plan(listed, config(3), world_size=2).units] == [
+        "0",
+        "1",
+        "2",
+    ]
     assert choose_modules(listed, 1, blocks=blocks_of(listed)) == ("0", "1", "2")
     assert blocks_of(stack(layer(), layer())) == ["0", "1"]
     # Neither a list that is never called, nor parts of a model that are not alike.
     assert blocks_of(nn.ModuleList([nn.ModuleList([layer(), layer()])])) == ["0.0", "0.1"]
-    assert blocks_of(stack(stack(nn.Embedding(4, 4)), stack(nn.Linear(4, 4), nn.Linear(4, 4)))) == ["1.0", "1.1"]
+    assert blocks_of(stack(stack(nn.Embedding(4, 4)), stack(nn.Linear(4, 4), nn.Linear(4, 4)))) == [
+        "1.0",
+        "1.1",
+    ]
 
 
 def test_members_of_a_dict_with_a_sibling_of_their_class_are_units_and_checkpointed() -> None:
     def layer() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 
-    experts = nn.ModuleDict({"gate": nn.Linear(4, 2), "math": layer(), "code": layer(), "one": nn.Sequential(layer())})
-    model = nn.ModuleDict({"experts": experts, "norms": nn.ModuleDict({name: nn.LayerNorm(4) for name in "ab"})})
+    experts = nn.ModuleDict(
+        {"gate": nn.Linear(4, 2), "math": layer(), "code": layer(), "one": nn.Sequential(layer())}
+    )
+    model = nn.ModuleDict(
+        {"experts": experts, "norms": nn.ModuleDict({name: nn.LayerNorm(4) for name in "ab"})}
+    )
     found = ["experts.math", "experts.code", "experts.one"]
     assert blocks_of(model) == found
     units = [unit.name for unit in fzero.plan(model, config(3), world_size=2).units]
     assert units == ["experts.gate", *found, "norms.a..norms.b"]
     assert choose_modules(model, 1, blocks=blocks_of(model)) == tuple(found)
     # A GPT-2 keeps all that it has in one dict.
-    stem, blocks = {name: nn.Embedding(9, 4) for name in ("wte", "wpe")}, nn.ModuleList([layer(), layer()])
-    assert blocks_of(nn.ModuleDict({**stem, "h": blocks, "ln_f": nn.LayerNorm(4)})) == ["h.0", "h.1"]
-    sides = nn.ModuleDict({name: nn.Sequential(layer(), layer()) for name in ("encoder", "decoder")})
+    stem, blocks = (
+        {name: nn.Embedding(9, 4) for name in ("wte", "wpe")},
+        nn.ModuleList([layer(), layer()]),
+    )
+    assert blocks_of(nn.ModuleDict({**stem, "h": blocks, "ln_f": nn.LayerNorm(4)})) == [
+        "h.0",
+        "h.1",
+    ]
+    sides = nn.ModuleDict(
+        {name: nn.Sequential(layer(), layer()) for name in ("encoder", "decoder")}
+    )
     assert blocks_of(sides) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]

@@ -15,13 +15,25 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import fzero
-from fzero.transforms import Changes, FunctionView, ModelTransform, lora, merged, packed, weight_norm
+from fzero.transforms import (
+    Changes,
+    FunctionView,
+    ModelTransform,
+    lora,
+    merged,
+    packed,
+    weight_norm,
+)
 
 
 def settings(stage: int = 0, num_ranks: int = 1) -> dict[str, Any]:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
-    return {"zero_optimization": zero, "optimizer": sgd, "train_micro_batch_size_per_gpu": 16 // num_ranks}
+    return {
+        "zero_optimization": zero,
+        "optimizer": sgd,
+        "train_micro_batch_size_per_gpu": 16 // num_ranks,
+    }
 
 
 class Tied(nn.Module):
@@ -33,7 +45,9 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("order", [0, 1])
 def test_what_a_transform_of_ones_own_adds_stays_trained_beside_adapters(order: int) -> None:
-    """In either order, and where the transforms are called once more for a model (a simulation does)."""
+    """In either order, and where the transforms are called once more for a model (a
+    simulation does).
+    """
     transforms: list[ModelTransform] = [lora("*.up", 2), bounded]
     model = net()
     for _ in range(2):
@@ -41,14 +55,20 @@ def test_what_a_transform_of_ones_own_adds_stays_trained_beside_adapters(order: 
         before = step.gather(step.init())
         found = step.gather(step(step.init(), data(0))[0])
         moved = {name for name, x in found.items() if not torch.equal(x, before[name])}
-        assert moved == {f"blocks.{i}.{name}" for i in range(2) for name in ("mlp.up.lora_B", "out.size")}
+        assert moved == {
+            f"blocks.{i}.{name}" for i in range(2) for name in ("mlp.up.lora_B", "out.size")
+        }
 
 
 def test_several_adapters_train_what_each_of_them_names() -> None:
     step = fzero.make_train_step(
-        net(), settings(), transforms=[lora("*.up", 2, trains="head.*"), lora("*.out", 2, trains="blocks.0.out.bias")]
+        net(),
+        settings(),
+        transforms=[lora("*.up", 2, trains="head.*"), lora("*.out", 2, trains="blocks.0.out.bias")],
     )
-    trained = {n for b in step.plan.flat_buffers if b.trainable for n in b.layout.names if "lora" not in n}
+    trained = {
+        n for b in step.plan.flat_buffers if b.trainable for n in b.layout.names if "lora" not in n
+    }
     assert trained == {"head.weight", "head.bias", "blocks.0.out.bias"}
 
 
@@ -57,14 +77,18 @@ def test_a_view_of_no_parameter_or_of_a_second_name_is_an_error(name: str) -> No
     def other(spec: Any) -> Changes:
         return Changes(name="other", views={name: (FunctionView(torch.tanh),)})
 
-    with pytest.raises(ValueError, match=f"by the first of their names, got '{name}' from 'other'; .* table.weight"):
+    with pytest.raises(
+        ValueError, match=f"by the first of their names, got '{name}' from 'other'; .* table.weight"
+    ):
         fzero.make_train_step(Tied(), settings(), transforms=[other])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
 def test_quantized_gathers_leave_packed_bytes_as_they_are(key: str, bits: Any) -> None:
-    """Two numbers in a byte are no number that a codec may round. The scales are equal, so that their block keeps them."""
+    """Two numbers in a byte are no number that a codec may round. The scales are equal,
+    so that their block keeps them.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16, bias=False))
     with torch.no_grad():
@@ -82,17 +106,25 @@ def test_quantized_gathers_leave_packed_bytes_as_they_are(key: str, bits: Any) -
     ranks = fzero.simulate(step, 2, by="lockstep")
     state = ranks.init()
     ranks.evaluate(state, torch.ones(2, 8, 16))
-    torch.testing.assert_close(seen[0], merged(step, ranks.gather(state))["0.weight"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        seen[0], merged(step, ranks.gather(state))["0.weight"], rtol=1e-6, atol=0
+    )
 
 
 def test_a_weight_with_its_input_first_has_a_length_for_each_output() -> None:
     torch.manual_seed(0)
     model, linear = nn.Sequential(Conv1D(6, 4)), nn.Linear(4, 6)
-    linear.weight.data, linear.bias.data = model[0].weight.detach().t().clone(), model[0].bias.detach().clone()
+    linear.weight.data, linear.bias.data = (
+        model[0].weight.detach().t().clone(),
+        model[0].bias.detach().clone(),
+    )
     found = []
     for each in (model, nn.Sequential(linear)):
         step = fzero.make_train_step(
-            each, settings(), loss_fn=lambda net, x: net(x).square().mean(), transforms=[weight_norm("*")]
+            each,
+            settings(),
+            loss_fn=lambda net, x: net(x).square().mean(),
+            transforms=[weight_norm("*")],
         )
         state, _ = step(step.init(), torch.randn(16, 4, generator=torch.Generator().manual_seed(0)))
         found.append(merged(step, step.gather(state))["0.weight"])
@@ -104,7 +136,9 @@ def test_a_weight_is_packed_in_one_way(how: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(16, 4))
     for _ in range(2):
         fzero.make_train_step(model, settings(), transforms=[packed("*", group=16)])
-    with pytest.raises(ValueError, match=f"must be packed once, got bits={how['bits']}, group={how['group']}"):
+    with pytest.raises(
+        ValueError, match=f"must be packed once, got bits={how['bits']}, group={how['group']}"
+    ):
         fzero.make_train_step(model, settings(), transforms=[packed("*", **how)])
 
 
@@ -143,10 +177,19 @@ class ReadsABuffer:
 def test_a_view_of_a_buffer_that_a_forward_moves_is_refused(compile: Any) -> None:
     """Runners would read it before and after the forwards of a window."""
     step = fzero.make_train_step(
-        Moving(), {"zero_optimization": {"stage": 1}}, compile=compile, compile_backend="aot_eager",
-        transforms=[lambda spec: fzero.transforms.Changes(name="scaled", views={"weight": (ReadsABuffer(),)})],
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="'c': must not change in a forward where a view of a transform reads it"):
+        Moving(),
+        {"zero_optimization": {"stage": 1}},
+        compile=compile,
+        compile_backend="aot_eager",
+        transforms=[
+            lambda spec: fzero.transforms.Changes(
+                name="scaled", views={"weight": (ReadsABuffer(),)}
+            )
+        ],
+    )
+    with pytest.raises(
+        ValueError, match="'c': must not change in a forward where a view of a transform reads it"
+    ):
         step(step.init(), torch.ones(2, 3))
 
 
@@ -154,8 +197,14 @@ def test_a_view_of_a_buffer_that_a_forward_moves_is_refused(compile: Any) -> Non
     ("transform", "rule"),
     [
         (lambda spec: None, "must return fzero.transforms.Changes, got a NoneType"),
-        (lambda spec: fzero.transforms.Changes(name="x", added=frozenset({"gone"})), "got 'gone' from 'x'"),
-        (lambda spec: fzero.transforms.Changes(name="x", views={"c": ()}), "views must be of parameters"),
+        (
+            lambda spec: fzero.transforms.Changes(name="x", added=frozenset({"gone"})),
+            "got 'gone' from 'x'",
+        ),
+        (
+            lambda spec: fzero.transforms.Changes(name="x", views={"c": ()}),
+            "views must be of parameters",
+        ),
     ],
 )
 def test_what_a_transform_returns_is_checked(transform: Any, rule: str) -> None:
@@ -166,7 +215,10 @@ def test_what_a_transform_returns_is_checked(transform: Any, rule: str) -> None:
 
 
 def test_transforms_of_one_name_are_told_apart() -> None:
-    same = [lambda spec, text=text: fzero.transforms.Changes(name="two words", text=text) for text in "ab"]
+    same = [
+        lambda spec, text=text: fzero.transforms.Changes(name="two words", text=text)
+        for text in "ab"
+    ]
     step = fzero.make_train_step(Moving(), {}, transforms=same)
     assert step.runtime.changes.texts == {"two words": "a", "two words 2": "b"}
 
@@ -191,11 +243,18 @@ class KeepsACopy(nn.Module):
         return (self.blocks(x + y) - y).square().mean()
 
 
-@pytest.mark.parametrize("how", [{"compile": "block", "compile_backend": "aot_eager"}, {"checkpoint": 1}], ids=str)
-def test_a_copy_that_a_forward_makes_of_its_blocks_has_their_old_parameters(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "how", [{"compile": "block", "compile_backend": "aot_eager"}, {"checkpoint": 1}], ids=str
+)
+def test_a_copy_that_a_forward_makes_of_its_blocks_has_their_old_parameters(
+    how: dict[str, Any],
+) -> None:
     def losses(**how: Any) -> list[float]:
         torch.manual_seed(0)
-        cfg = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
+        cfg = {
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 3},
+        }
         step = fzero.make_train_step(KeepsACopy(), cfg, **how)
         state, found = step.init(), list[float]()
         for _ in range(4):

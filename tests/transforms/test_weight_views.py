@@ -1,4 +1,6 @@
-"""Transforms of weights, and one of the test's own: each is a plain loop with its formula."""
+"""Transforms of weights, and one of the test's own: each is a plain loop with its
+formula.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ Leaves = dict[str, Tensor]
 Formula = Callable[[Leaves], dict[str, Tensor]]
 
 
-# --- a transform of one's own ---------------------------------------------------------------------------------------
+# --- a transform of one's own ---------------------------------------------------------------------
 
 
 def bounded(spec: Any) -> Changes:
@@ -44,10 +46,15 @@ def bounded(spec: Any) -> Changes:
                 module.register_parameter("size", nn.Parameter(torch.ones(())))
             views[f"{name}.weight"] = (FunctionView(lambda w, s: s.tanh() * w, (f"{name}.size",)),)
             added.add(f"{name}.size")
-    return Changes(name="bounded", views=views, added=frozenset(added), first_value=lambda name, like: torch.ones(()))
+    return Changes(
+        name="bounded",
+        views=views,
+        added=frozenset(added),
+        first_value=lambda name, like: torch.ones(()),
+    )
 
 
-# --- the same as plain loops ------------------------------------------------------------------------------------------
+# --- the same as plain loops ----------------------------------------------------------------------
 
 
 def leaf(value: Tensor) -> Tensor:
@@ -100,7 +107,9 @@ def all_trained(model: nn.Module) -> Leaves:
 
 
 def bounded_start(model: nn.Module) -> Leaves:
-    return all_trained(model) | {f"blocks.{number}.out.size": leaf(torch.ones(())) for number in range(2)}
+    return all_trained(model) | {
+        f"blocks.{number}.out.size": leaf(torch.ones(())) for number in range(2)
+    }
 
 
 def bounded_seen(leaves: Leaves) -> dict[str, Tensor]:
@@ -122,23 +131,41 @@ def rounded_inputs(model: nn.Module) -> None:
 
 
 HEAD = ("head.weight", "head.bias")
-CASES: dict[str, tuple[Callable[[], list[ModelTransform]], Callable[[nn.Module], Leaves], Formula]] = {
+CASES: dict[
+    str, tuple[Callable[[], list[ModelTransform]], Callable[[nn.Module], Leaves], Formula]
+] = {
     "lora": (
         lambda: [lora(BLOCKS, rank=2, alpha=3, trains="head.*")],
         functools.partial(low_rank_start, trains=HEAD),
         low_rank(),
     ),
-    "lora, 8 bits": (lambda: [lora(BLOCKS, rank=2, alpha=3, bits=8)], low_rank_start, low_rank(rows_of(8))),
-    "lora, 4 bits": (lambda: [lora(BLOCKS, rank=2, alpha=3, bits=4)], low_rank_start, low_rank(rows_of(4))),
-    "quantized": (lambda: [quantization_aware(BLOCKS, weight_bits=4, activation_bits=4)], all_trained, rounded),
+    "lora, 8 bits": (
+        lambda: [lora(BLOCKS, rank=2, alpha=3, bits=8)],
+        low_rank_start,
+        low_rank(rows_of(8)),
+    ),
+    "lora, 4 bits": (
+        lambda: [lora(BLOCKS, rank=2, alpha=3, bits=4)],
+        low_rank_start,
+        low_rank(rows_of(4)),
+    ),
+    "quantized": (
+        lambda: [quantization_aware(BLOCKS, weight_bits=4, activation_bits=4)],
+        all_trained,
+        rounded,
+    ),
     "weight norm": (lambda: [weight_norm(BLOCKS)], norm_start, with_length),
     "own": (lambda: [bounded], bounded_start, bounded_seen),
 }
 EACH = pytest.mark.parametrize("case", CASES)
 
 
-def plain(case: str, num_steps: int = STEPS, dtype: torch.dtype = torch.float32) -> tuple[list[float], Leaves]:
-    """The losses and last values of a loop on one process; with `dtype`, of masters in fp32."""
+def plain(
+    case: str, num_steps: int = STEPS, dtype: torch.dtype = torch.float32
+) -> tuple[list[float], Leaves]:
+    """The losses and last values of a loop on one process; with `dtype`, of masters in
+    fp32.
+    """
     _, start, formula = CASES[case]
     model, leaves, losses = net(), start(net()), list[float]()
     if case == "quantized":
@@ -170,19 +197,25 @@ def settings(stage: int = 0, num_micro: int = 1, num_ranks: int = 1, **keys: Any
     }
 
 
-def trained(case: str, stage: int = 0, num_micro: int = 1, **how: Any) -> tuple[list[float], dict[str, Tensor]]:
+def trained(
+    case: str, stage: int = 0, num_micro: int = 1, **how: Any
+) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and weights of a step, on this rank's part of each batch."""
     num_ranks = how.pop("num_ranks", 1)
     cfg = settings(stage, num_micro, num_ranks, **how.pop("keys", {}))
     step = fzero.make_train_step(net(), cfg, transforms=CASES[case][0](), **how)
     state, losses = step.init(), []
     for index in range(STEPS):
-        state, metrics = step(state, tuple(x.chunk(step.world_size)[step.rank] for x in data(index)))
+        state, metrics = step(
+            state, tuple(x.chunk(step.world_size)[step.rank] for x in data(index))
+        )
         losses.append(float(metrics.loss))
     return losses, step.gather(state)
 
 
-def simulated(case: str, stage: int, num_micro: int = 1, by: Any = "lockstep") -> tuple[list[float], dict[str, Tensor]]:
+def simulated(
+    case: str, stage: int, num_micro: int = 1, by: Any = "lockstep"
+) -> tuple[list[float], dict[str, Tensor]]:
     step = fzero.make_train_step(net(), settings(stage, num_micro, 2), transforms=CASES[case][0]())
     ranks = fzero.simulate(step, 2, by=by)
     state, losses = ranks.init(), []
@@ -205,7 +238,8 @@ def check(case: str, found: tuple[list[float], Mapping[str, Tensor]], rtol: floa
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.covering(1)
 def test_a_step_is_the_plain_loop_in_every_stage(case: str, stage: int) -> None:
-    # Not to the bit: a norm, and a product with a scale, may be rounded in another order than torch's own.
+    # Not to the bit: a norm, and a product with a scale, may be rounded in another order than
+    # torch's own.
     check(case, trained(case, stage), 1e-6)
 
 
@@ -214,16 +248,21 @@ def test_all_stages_and_real_ranks_have_the_same_bits(case: str, ranks: RankPool
     losses, weights = simulated(case, 0)  # without accumulation, where stages sum in one order
     for stage in (1, 2, 3):
         others = simulated(case, stage)
-        assert others[0] == losses and all(torch.equal(others[1][name], x) for name, x in weights.items())
+        assert others[0] == losses and all(
+            torch.equal(others[1][name], x) for name, x in weights.items()
+        )
     for real in ranks(2, trained, case, 3, num_ranks=2):
-        assert real[0] == losses and all(torch.equal(real[1][name], x) for name, x in weights.items())
+        assert real[0] == losses and all(
+            torch.equal(real[1][name], x) for name, x in weights.items()
+        )
 
 
 @EACH
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.covering(1)
 def test_with_ranks_and_accumulation_too(case: str, stage: int) -> None:
-    check(case, simulated(case, stage, num_micro=2), 2e-6)  # sums over ranks and micro-batches are in another order
+    # sums over ranks and micro-batches are in another order
+    check(case, simulated(case, stage, num_micro=2), 2e-6)
 
 
 @EACH
@@ -246,7 +285,8 @@ def test_ranks_stacked_are_the_plain_loop(case: str) -> None:
 def test_bf16_is_the_plain_loop_with_masters(case: str) -> None:
     losses, _ = trained(case, 3, keys={"bf16": {"enabled": True, "auto_cast": True}})
     expected, _ = plain(case, dtype=torch.bfloat16)
-    assert losses == pytest.approx(expected, rel=2**-7)  # a rounding to 8 bits of the loss or of the scales
+    # a rounding to 8 bits of the loss or of the scales
+    assert losses == pytest.approx(expected, rel=2**-7)
 
 
 @EACH
@@ -260,12 +300,15 @@ def test_compiled_blocks_see_the_same_values(case: str) -> None:
     check(case, trained(case, 3, compile="block", compile_backend="aot_eager"), 2e-6)
 
 
-# --- composition --------------------------------------------------------------------------------------------------------
+# --- composition ----------------------------------------------------------------------------------
 
 
 def order_cases() -> dict[str, tuple[list[ModelTransform], Callable[[Tensor, Tensor], Tensor]]]:
     """Each with what modules see of W and BA."""
-    rounds, adapter = quantization_aware(BLOCKS, weight_bits=4, activation_bits=None), lora(BLOCKS, rank=2, alpha=3)
+    rounds, adapter = (
+        quantization_aware(BLOCKS, weight_bits=4, activation_bits=None),
+        lora(BLOCKS, rank=2, alpha=3),
+    )
     return {
         "lora over rounded": ([rounds, adapter], lambda w, ba: rows_of(4)(w) + ba),
         "rounded lora": ([adapter, rounds], lambda w, ba: rows_of(4)(w + ba)),
@@ -284,21 +327,31 @@ def test_the_list_is_the_order_of_views(order: str) -> None:
     plain_model.load_state_dict(merged(step, weights))
     for name in WEIGHTS:
         a, b = (weights[name.replace("weight", key)] for key in ("lora_A", "lora_B"))
-        assert b.any() and torch.equal(plain_model.get_parameter(name), seen(weights[name], b @ a * (3 / 2)))
-    assert step.evaluate(state, data(9)).item() == pytest.approx(plain_model(*data(9)).item(), rel=1e-6)
+        assert b.any() and torch.equal(
+            plain_model.get_parameter(name), seen(weights[name], b @ a * (3 / 2))
+        )
+    assert step.evaluate(state, data(9)).item() == pytest.approx(
+        plain_model(*data(9)).item(), rel=1e-6
+    )
 
 
 def test_both_orders_of_a_trained_length_and_adapters_train_both() -> None:
-    for transforms in ([weight_norm(BLOCKS), lora(BLOCKS, 2)], [lora(BLOCKS, 2), weight_norm(BLOCKS)]):
+    for transforms in (
+        [weight_norm(BLOCKS), lora(BLOCKS, 2)],
+        [lora(BLOCKS, 2), weight_norm(BLOCKS)],
+    ):
         step = fzero.make_train_step(net(), settings(3), transforms=transforms)
         state = step.init()
         before = step.gather(state)
-        state, _ = step(step(state, data(0))[0], data(1))  # B is 0 in the first, so that A does not move
+        # B is 0 in the first, so that A does not move
+        state, _ = step(step(state, data(0))[0], data(1))
         moved = {name for name, x in step.gather(state).items() if not torch.equal(x, before[name])}
-        assert moved == {name.replace("weight", k) for name in WEIGHTS for k in ("lora_A", "lora_B", "weight_g")}
+        assert moved == {
+            name.replace("weight", k) for name in WEIGHTS for k in ("lora_A", "lora_B", "weight_g")
+        }
 
 
-# --- stored in few bits ---------------------------------------------------------------------------------------------
+# --- stored in few bits ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -306,7 +359,11 @@ def test_packed_weights_are_bytes_in_the_state_and_round_once(bits: Any) -> None
     plans = []
     for transform in (lora("*", 2), lora("*", 2, bits=bits)):
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-        plans.append(fzero.make_train_step(model, settings(3), loss_fn=lambda m, x: m(x).sum(), transforms=[transform]))
+        plans.append(
+            fzero.make_train_step(
+                model, settings(3), loss_fn=lambda m, x: m(x).sum(), transforms=[transform]
+            )
+        )
     full, few = (step.plan.bytes_per_rank["parameters"] for step in plans)
     assert full - few == 2 * (64 * 64 * (32 - bits) // 8 - 64 * 4)
     weight = plans[1].spec.model[0].weight
@@ -318,7 +375,10 @@ def test_packed_weights_can_have_groups_and_odd_rows() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3), nn.Conv1d(3, 2, 5))
     kept = {name: x.detach().clone() for name, x in model.named_parameters()}
     step = fzero.make_train_step(
-        model, settings(), loss_fn=lambda m, x: m(x).sum(), transforms=[packed("*", bits=4, group=3)]
+        model,
+        settings(),
+        loss_fn=lambda m, x: m(x).sum(),
+        transforms=[packed("*", bits=4, group=3)],
     )
     plain_weights = merged(step, step.gather(step.init()))
     groups = {"0.weight": 8, "1.weight": 3, "2.weight": 10}
@@ -340,7 +400,7 @@ def test_float_weights_are_not_taken_for_bytes() -> None:
         step.init(net().state_dict())
 
 
-# --- first values, states, weights ------------------------------------------------------------------------------------
+# --- first values, states, weights ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["lora", "weight norm", "own"])
@@ -351,7 +411,9 @@ def test_plain_state_dicts_and_models_on_meta_begin_as_a_model_with_values(case:
         model = Net()
     blank = fzero.make_train_step(model, settings(3), transforms=CASES[case][0]())
     found = blank.gather(blank.init(net().state_dict()))
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], x) for name, x in expected.items())
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], x) for name, x in expected.items()
+    )
     drawn = blank.gather(blank.init())
     for name in (name for name in drawn if name.endswith("_g")):
         torch.testing.assert_close(drawn[name], drawn[name[:-2]].norm(dim=1, keepdim=True))
@@ -396,11 +458,18 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize(
     "transform",
-    [lora("*", 2), lora("*", 2, bits=8), weight_norm("*"), quantization_aware("*", activation_bits=None)],
+    [
+        lora("*", 2),
+        lora("*", 2, bits=8),
+        weight_norm("*"),
+        quantization_aware("*", activation_bits=None),
+    ],
     ids=["lora", "lora, 8 bits", "weight norm", "quantized"],
 )
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_tied_weight_has_one_view_for_all_its_users(transform: ModelTransform, stage: int) -> None:
+def test_a_tied_weight_has_one_view_for_all_its_users(
+    transform: ModelTransform, stage: int
+) -> None:
     torch.manual_seed(0)
     step = fzero.make_train_step(Tied(), settings(stage), transforms=[transform])
     state, x = step.init(), torch.arange(16) % 8
@@ -413,19 +482,21 @@ def test_a_tied_weight_has_one_view_for_all_its_users(transform: ModelTransform,
     assert metrics.loss != first
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [lora, packed, weight_norm, quantization_aware])
 def test_a_pattern_that_matches_nothing_is_an_error(make: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"got '\*.q_proj', which matches none of Net's; names look like blocks.0.value"
+        ValueError,
+        match=r"got '\*.q_proj', which matches none of Net's; names look like blocks.0.value",
     ):
         fzero.make_train_step(net(), settings(), transforms=[make("*.q_proj")])
     with pytest.raises(ValueError, match="must be a pattern of names or a list of them, got 3"):
         make(3)
     with pytest.raises(
-        ValueError, match=r"must match all modules of a tied weight, got 'table.weight' without .* 'table"
+        ValueError,
+        match=r"must match all modules of a tied weight, got 'table.weight' without .* 'table",
     ):
         fzero.make_train_step(Tied(), settings(), transforms=[make("head")])
 
@@ -436,7 +507,10 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: packed("*", bits=3), "bits must be 8 or 4, got 3"),
     (lambda: packed("*", group=0), "group must be a positive integer, got 0"),
     (lambda: quantization_aware("*", weight_bits=0), "weight_bits must be 1 to 16"),
-    (lambda: quantization_aware("*", weight_bits=None, activation_bits=None), "must be a number, got None and None"),
+    (
+        lambda: quantization_aware("*", weight_bits=None, activation_bits=None),
+        "must be a number, got None and None",
+    ),
     (lambda: quantization_aware("*", per="row"), "per must be 'channel' or 'tensor', got 'row'"),
     (lambda: step_with(lora(BLOCKS), lora("blocks.0.out")), "must add a tensor once, got two"),
     (lambda: step_with(lora(BLOCKS, trains="foot.*")), "trains: must match parameters, got 'foot"),
@@ -459,11 +533,21 @@ def test_bad_arguments_are_errors(make: Callable[[], Any], message: str) -> None
 
 
 def test_the_planner_counts_the_numbers_that_packed_bytes_stand_for() -> None:
-    """Without room for live parameters no value is kept, and a unit's values stand beside its bytes."""
+    """Without room for live parameters no value is kept, and a unit's values stand
+    beside its bytes.
+    """
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    cfg = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "optimizer": {"type": "AdamW"}}
+    cfg = {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW"},
+    }
     found = fzero.estimation.compare_plans(
-        model, cfg, world_size=2, batch=torch.empty(2, 64, device="meta"), loss_fn=lambda net, x: net(x).sum(),
-        device="cpu", transforms=[fzero.transforms.lora("*", rank=2, bits=8)],
-    )  # fmt: skip
+        model,
+        cfg,
+        world_size=2,
+        batch=torch.empty(2, 64, device="meta"),
+        loss_fn=lambda net, x: net(x).sum(),
+        device="cpu",
+        transforms=[fzero.transforms.lora("*", rank=2, bits=8)],
+    )
     assert found["stage 3"].step.most("views") >= 4 * 64 * 64

@@ -1,4 +1,6 @@
-"""The laws of `fzero tune`: what is tried next and when it is enough, what ranks tell, what is kept, and one real search."""
+"""The laws of `fzero tune`: what is tried next and when it is enough, what ranks tell,
+what is kept, and one real search.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ from fzero.tuning.runs import OF_SPACE, Result, Results, Runs, Script, key_of, r
 from fzero.tuning.search import Point, Strategy, next_trial
 from fzero.tuning.space import candidates
 
-# --- the search --------------------------------------------------------------------------------------------------
+# --- the search -----------------------------------------------------------------------------------
 
 
-def searched(points: list[Point], costs: list[float | None], strategy: Strategy) -> dict[int, float | None]:
+def searched(
+    points: list[Point], costs: list[float | None], strategy: Strategy
+) -> dict[int, float | None]:
     """What was measured, in order."""
     found: dict[int, float | None] = {}
     while (index := next_trial(points, found, strategy)) is not None:
@@ -43,17 +47,25 @@ def searched(points: list[Point], costs: list[float | None], strategy: Strategy)
 
 
 def machine(seed: int) -> tuple[list[Point], list[float]]:
-    """A search space of 24 configurations, and what each really costs: effects, interactions and noise that no plan knows."""
+    """A search space of 24 configurations, and what each really costs: effects,
+    interactions and noise that no plan knows.
+    """
     chance = np.random.default_rng(seed)
     stages = np.cumsum(np.abs(chance.normal(0, 0.15, 4)))
-    micro, curve, checkpoints = chance.normal(-0.2, 0.2), abs(chance.normal(0, 0.1)), chance.uniform(0.1, 0.35)
+    micro, curve, checkpoints = (
+        chance.normal(-0.2, 0.2),
+        abs(chance.normal(0, 0.1)),
+        chance.uniform(0.1, 0.35),
+    )
     points, costs = [], []
     for stage, size, has in product(range(4), (-1, 0, 1), (0, 1)):
         features = ((stage >= 1) - 0.5, (stage >= 2) - 0.5, (stage >= 3) - 0.5, size, has - 0.5)
         predicted = 0.1 * (stage == 3) + checkpoints * has + chance.normal(0, 0.1) - 3
         points.append(Point(features, math.exp(predicted)))
         own = chance.normal(0, 0.03)
-        costs.append(math.exp(stages[stage] + micro * size + curve * size**2 + checkpoints * has + own))
+        costs.append(
+            math.exp(stages[stage] + micro * size + curve * size**2 + checkpoints * has + own)
+        )
     order = [20, *(index for index in range(24) if index != 20)]  # begins at stage 3
     return [points[index] for index in order], [costs[index] for index in order]
 
@@ -71,14 +83,27 @@ def test_a_third_of_the_runs_finds_a_configuration_within_5_percent_of_the_best(
 def spaces(draw: st.DrawFn) -> tuple[list[Point], list[float | None]]:
     """Points, and costs of which some are missing."""
     numbers = st.floats(0.01, 100)
-    drawn = draw(st.lists(st.tuples(st.tuples(st.floats(-3, 3), st.floats(-1, 1)), numbers), min_size=1, max_size=12))
+    drawn = draw(
+        st.lists(
+            st.tuples(st.tuples(st.floats(-3, 3), st.floats(-1, 1)), numbers),
+            min_size=1,
+            max_size=12,
+        )
+    )
     costs = draw(st.lists(st.none() | numbers, min_size=len(drawn), max_size=len(drawn)))
     return [Point(features, predicted) for features, predicted in drawn], costs
 
 
 @pytest.mark.property
-@given(spaces(), st.sampled_from(["model_based", "random", "gridsearch"]), st.integers(1, 15), st.integers(0, 4))
-def test_no_point_is_measured_twice_and_trials_are_bounded(space, kind, num_trials, patience) -> None:
+@given(
+    spaces(),
+    st.sampled_from(["model_based", "random", "gridsearch"]),
+    st.integers(1, 15),
+    st.integers(0, 4),
+)
+def test_no_point_is_measured_twice_and_trials_are_bounded(
+    space, kind, num_trials, patience
+) -> None:
     points, costs = space
     found = searched(points, costs, Strategy(kind, num_trials, patience))
     assert 1 <= len(found) <= num_trials
@@ -100,17 +125,22 @@ def test_what_needs_as_much_as_what_ran_out_of_memory_is_not_tried() -> None:
     points = [Point((), 1.0, nbytes) for nbytes in (1.0, 5.0, 3.0, 6.0)]
     order = []
     costs: dict[int, float | None] = {}
-    while (index := next_trial(points, costs, Strategy("gridsearch"), out_of_memory=frozenset(order[1:2]))) is not None:
+    while (
+        index := next_trial(
+            points, costs, Strategy("gridsearch"), out_of_memory=frozenset(order[1:2])
+        )
+    ) is not None:
         order.append(index)
         costs[index] = None if points[index].nbytes > 4 else 1.0
     assert order == [0, 1, 2]
 
 
-# --- the search space --------------------------------------------------------------------------------------------
+# --- the search space -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "given_keys", [{"train_batch_size": 48}, {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 3}]
+    "given_keys",
+    [{"train_batch_size": 48}, {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 3}],
 )
 def test_the_batch_stays_where_it_is_given(given_keys: dict[str, Any]) -> None:
     settings = Autotuning(num_tuning_micro_batch_sizes=9, max_train_micro_batch_size_per_gpu=12)
@@ -133,7 +163,9 @@ def test_candidates_are_what_they_say() -> None:
     for one in found:
         cfg = Config.load(dict(one.keys))
         zero, block = cfg.zero_optimization, cfg.zero_optimization.offload_optimizer
-        assert zero.stage == one.choice.stage and (block is not None) == (one.choice.optimizer == "host")
+        assert zero.stage == one.choice.stage and (block is not None) == (
+            one.choice.optimizer == "host"
+        )
         assert cfg.activation_checkpointing.every == (2 if one.choice.checkpoints else None)
         assert cfg.batch_sizes(4).micro == one.micro and one.micro in (4, 8, 16)
 
@@ -151,7 +183,10 @@ def test_a_configuration_without_a_batch_keeps_its_micro_batches() -> None:
             "autotuning.tuner_type: must be 'model_based', 'random' or 'gridsearch', got 'xgboost'",
         ),
         ({"mp_size": 2}, "autotuning.mp_size: must be 1"),
-        ({"end_profile_step": 2}, "autotuning.end_profile_step: must be at least start_profile_step, 3, got 2"),
+        (
+            {"end_profile_step": 2},
+            "autotuning.end_profile_step: must be at least start_profile_step, 3, got 2",
+        ),
         (3, "autotuning: must be an object, got 3"),
     ],
 )
@@ -161,16 +196,23 @@ def test_a_wrong_block_is_reported_with_its_key(block: Any, says: str) -> None:
     assert str(reported.value).startswith(says)
 
 
-# --- the script and its results ----------------------------------------------------------------------------------
+# --- the script and its results -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("args", [["--config", "c.json", "-x"], ["-x", "--deepspeed_config=c.json"]])
-def test_a_script_is_started_with_another_configuration_and_all_else_as_it_was(args: list[str]) -> None:
+@pytest.mark.parametrize(
+    "args", [["--config", "c.json", "-x"], ["-x", "--deepspeed_config=c.json"]]
+)
+def test_a_script_is_started_with_another_configuration_and_all_else_as_it_was(
+    args: list[str],
+) -> None:
     script = Script.of(["--num_procs", "2"], "train.py", args)
     words = ["--num_procs", "2", "train.py", *args]
     assert script.config == "c.json" and script.words("c.json") == words
     assert script.words("d.json") == [word.replace("c.json", "d.json") for word in words]
-    assert script.words("c.json", {"-x": 3, "--batch": 4})[-3:] in (["-x", "3", "--batch"], ["3", "--batch", "4"])
+    assert script.words("c.json", {"-x": 3, "--batch": 4})[-3:] in (
+        ["-x", "3", "--batch"],
+        ["3", "--batch", "4"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +220,11 @@ def test_a_script_is_started_with_another_configuration_and_all_else_as_it_was(a
 )
 def test_deepspeeds_own_flag_names_the_configuration(before: list[str]) -> None:
     script = Script.of([], "train.py", [*before, "--deepspeed_config", "ds.json"])
-    assert script.config == "ds.json" and script.words("x")[1:] == [*before, "--deepspeed_config", "x"]
+    assert script.config == "ds.json" and script.words("x")[1:] == [
+        *before,
+        "--deepspeed_config",
+        "x",
+    ]
 
 
 def test_results_are_found_again_also_after_a_torn_line(tmp_path: Path) -> None:
@@ -199,7 +245,9 @@ def test_results_are_found_again_also_after_a_torn_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"nbytes": None}, {"flops": 3}])
 def test_a_result_of_another_version_is_not_known(change: dict[str, Any], tmp_path: Path) -> None:
     line = Result("a", "x", 0.5, 8, 100).as_dict() | change
-    Results(tmp_path).add({name: value for name, value in line.items() if value is not None or name == "config"})
+    Results(tmp_path).add(
+        {name: value for name, value in line.items() if value is not None or name == "config"}
+    )
     assert Results(tmp_path).find("a", 60.0) is None
 
 
@@ -207,12 +255,16 @@ def test_the_key_of_a_result_is_its_configuration_command_and_limits() -> None:
     request = Request("measure", "out")
     key = key_of({"zero_optimization": {"stage": 1}}, ["train.py"], request)
     assert key == key_of(
-        {"autotuning": {}, "zero_optimization": {"stage": 1}}, ["train.py"], Request("measure", "other")
+        {"autotuning": {}, "zero_optimization": {"stage": 1}},
+        ["train.py"],
+        Request("measure", "other"),
     )
     others = [
         key_of({"zero_optimization": {"stage": 2}}, ["train.py"], request),
         key_of({"zero_optimization": {"stage": 1}}, ["train.py", "--wide"], request),
-        key_of({"zero_optimization": {"stage": 1}}, ["train.py"], Request("measure", "out", memory=1e9)),
+        key_of(
+            {"zero_optimization": {"stage": 1}}, ["train.py"], Request("measure", "out", memory=1e9)
+        ),
     ]
     assert len({key, *others}) == 4
 
@@ -226,13 +278,22 @@ def test_the_key_of_a_plan_is_also_the_search_space(name: str) -> None:
     assert key_of({"autotuning": {name: other}}, [], run) == key_of({}, [], run)
 
 
-ALLOCATED = "[rank 0] [rank0]: RuntimeError: [enforce fail at alloc_cpu.cpp] can't allocate memory: 4 bytes"
-RESERVED = "[rank 0] keeps 1 GB, or runs out of memory\n"
-NCCL = "[rank 0] [rank0]: torch.distributed.DistBackendError: NCCL error\n[rank 0] Cuda failure 2 'out of memory'\n"
-ABORTED = (
-    "[rank 1] terminate called after throwing an instance of 'std::bad_alloc'\n[rank 0] RuntimeError: closed by peer\n"
+ALLOCATED = (
+    "[rank 0] [rank0]: RuntimeError: [enforce fail at alloc_cpu.cpp] can't allocate memory: 4 bytes"
 )
-MISSED = "[rank 1] fzero.comms.axes.CollectiveError: rank 0 died\n[rank 0] ValueError: batch: must hold 4\n"
+RESERVED = "[rank 0] keeps 1 GB, or runs out of memory\n"
+NCCL = (
+    "[rank 0] [rank0]: torch.distributed.DistBackendError: NCCL error\n[rank 0] Cuda failure "
+    "2 'out of memory'\n"
+)
+ABORTED = (
+    "[rank 1] terminate called after throwing an instance of 'std::bad_alloc'\n[rank 0] "
+    "RuntimeError: closed by peer\n"
+)
+MISSED = (
+    "[rank 1] fzero.comms.axes.CollectiveError: rank 0 died\n[rank 0] ValueError: batch: "
+    "must hold 4\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +303,16 @@ MISSED = "[rank 1] fzero.comms.axes.CollectiveError: rank 0 died\n[rank 0] Value
         ("fzero: rank 1 on a was killed by SIGKILL", 137, "out of memory of 2 GB"),
         (RESERVED + MISSED, 1, "ValueError: batch: must hold 4"),
         (RESERVED + "[rank 0] ValueError: x\n" + RESERVED.replace("0", "1"), 1, "ValueError: x"),
-        ("[rank 0] torch.OutOfMemoryError: out of memory\n[rank 0] ValueError: x\n", 1, "ValueError: x"),
-        (NCCL + "[rank 0] fzero.comms.axes.CollectiveError: rank 1 died", 1, "out of memory of 2 GB"),
+        (
+            "[rank 0] torch.OutOfMemoryError: out of memory\n[rank 0] ValueError: x\n",
+            1,
+            "ValueError: x",
+        ),
+        (
+            NCCL + "[rank 0] fzero.comms.axes.CollectiveError: rank 1 died",
+            1,
+            "out of memory of 2 GB",
+        ),
         (ABORTED, 1, "out of memory of 2 GB"),
         ("[rank 0] [rank0]: MemoryError", 1, "out of memory of 2 GB"),
         (MISSED, 1, "ValueError: batch: must hold 4"),
@@ -251,12 +320,12 @@ MISSED = "[rank 1] fzero.comms.axes.CollectiveError: rank 0 died\n[rank 0] Value
         ("what is this", 3, "ended with code 3: what is this"),
         ("", 3, "ended with code 3: it wrote nothing"),
     ],
-)  # fmt: skip
+)
 def test_why_a_run_failed_is_reported_in_few_words(log: str, code: int, says: str) -> None:
     assert reason(log, code, Request("measure", "", memory=2e9)) == says
 
 
-# --- in the ranks ------------------------------------------------------------------------------------------------
+# --- in the ranks ---------------------------------------------------------------------------------
 
 
 class Ended(BaseException):
@@ -279,24 +348,31 @@ KEYS: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization"
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Asks this process, as its one rank, for something; what is asked next is what it answered."""
+    """Asks this process, as its one rank, for something; what is asked next is what it
+    answered.
+    """
 
     def end(code: int) -> None:
         raise Ended
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr("fzero.profiling.machine.matrix_rate", lambda *_: 1e10)  # measured in seconds
+    # measured in seconds
+    monkeypatch.setattr("fzero.profiling.machine.matrix_rate", lambda *_: 1e10)
 
     def ask(mode: Any, **more: Any) -> Path:
         out = tmp_path / "out"
-        monkeypatch.setenv(VARIABLE, Request(mode, str(out), start=2, end=3, keys=KEYS, **more).as_text())
+        monkeypatch.setenv(
+            VARIABLE, Request(mode, str(out), start=2, end=3, keys=KEYS, **more).as_text()
+        )
         return out
 
     return ask
 
 
 def train(steps: int) -> None:
-    step = fzero.make_train_step(Model(), KEYS, loss_fn=lambda model, x: (model(x) - 1).square().mean())
+    step = fzero.make_train_step(
+        Model(), KEYS, loss_fn=lambda model, x: (model(x) - 1).square().mean()
+    )
     state = step.init()
     for _ in range(steps):
         state, _ = step(state, torch.randn(4, 16))
@@ -320,25 +396,40 @@ def test_a_rank_times_the_steps_that_are_asked_for_and_ends(script: Any, asked: 
     assert 0 < found["seconds"] < 5 and found["samples"] == 4
 
 
-def test_a_micro_batch_that_the_script_does_not_make_is_not_timed(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_micro_batch_that_the_script_does_not_make_is_not_timed(
+    asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = asked("measure")
     monkeypatch.setitem(KEYS, "train_micro_batch_size_per_gpu", 16)
-    with pytest.raises(ValueError, match="the script's batch has 4 rows, not 16: build batches by the configuration"):
+    with pytest.raises(
+        ValueError,
+        match="the script's batch has 4 rows, not 16: build batches by the configuration",
+    ):
         train_by_engine(10)
     assert not out.exists()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("script", [train, train_by_engine])
-def test_a_rank_plans_every_candidate_with_the_scripts_model_and_batch(script: Any, asked: Any) -> None:
+def test_a_rank_plans_every_candidate_with_the_scripts_model_and_batch(
+    script: Any, asked: Any
+) -> None:
     out = asked("describe")
     with pytest.raises(Ended):
         script(1)
     found = json.loads(out.read_text())
     assert found["num_params"] == 3 * 17 * 16 and not found["note"]
-    plans = {one["candidate"]["choice"]["stage"]: one for one in found["candidates"] if one["candidate"]["micro"] == 4}
+    plans = {
+        one["candidate"]["choice"]["stage"]: one
+        for one in found["candidates"]
+        if one["candidate"]["micro"] == 4
+    }
     assert len(found["candidates"]) == 24 and all(one["fits"] for one in found["candidates"])
-    larger = {one["candidate"]["micro"]: one for one in found["candidates"] if one["candidate"]["choice"]["stage"] == 2}
+    larger = {
+        one["candidate"]["micro"]: one
+        for one in found["candidates"]
+        if one["candidate"]["choice"]["stage"] == 2
+    }
     assert plans.keys() == {0, 1, 2, 3} and larger[8]["flops"] == 2 * larger[4]["flops"] > 0
     out.unlink()
     asked("describe without a batch")
@@ -351,7 +442,10 @@ def test_where_nothing_fits_offload_is_planned_too(asked: Any) -> None:
     out = asked("describe", memory=1.0)
     with pytest.raises(Ended):
         train(1)
-    found = {one["candidate"]["choice"]["optimizer"]: one for one in json.loads(out.read_text())["candidates"]}
+    found = {
+        one["candidate"]["choice"]["optimizer"]: one
+        for one in json.loads(out.read_text())["candidates"]
+    }
     assert found.keys() == {"device", "host"} and not any(one["fits"] for one in found.values())
 
 
@@ -359,12 +453,16 @@ def test_a_job_on_cpus_is_planned_as_one(asked: Any) -> None:
     out = asked("describe without a batch", offload=("host",))
     with pytest.raises(Ended):
         train(0)
-    found = {one["candidate"]["choice"]["stage"]: one["nbytes"] for one in json.loads(out.read_text())["candidates"]}
+    found = {
+        one["candidate"]["choice"]["stage"]: one["nbytes"]
+        for one in json.loads(out.read_text())["candidates"]
+    }
     planned = fzero.estimation.compare_plans(Model(), KEYS, device="cpu")["stage 3, all on host"]
-    assert found[3] == {"device": planned.nbytes("device"), "host": 0, "nvme": 0}  # host memory is the device's
+    # host memory is the device's
+    assert found[3] == {"device": planned.nbytes("device"), "host": 0, "nvme": 0}
 
 
-# --- all of it ---------------------------------------------------------------------------------------------------
+# --- all of it ------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys, torch, fzero
@@ -402,13 +500,31 @@ def test_a_search_survives_what_runs_out_of_memory_ends_with_the_best_and_repeat
         "end_profile_step": 2,
         "tuner_type": "gridsearch",
     }
-    keys = {"train_micro_batch_size_per_gpu": 4, "autotuning": block, "zero_optimization": {"stage": 1}}
+    keys = {
+        "train_micro_batch_size_per_gpu": 4,
+        "autotuning": block,
+        "zero_optimization": {"stage": 1},
+    }
     Path("c.json").write_text(json.dumps(keys))
-    words = ["tune", "--memory", "1GB", "--stages", "1", "--json", "--num_procs", "1", "train.py", "--config", "c.json"]
+    words = [
+        "tune",
+        "--memory",
+        "1GB",
+        "--stages",
+        "1",
+        "--json",
+        "--num_procs",
+        "1",
+        "train.py",
+        "--config",
+        "c.json",
+    ]
     assert main(words) == 0
     reported = json.loads(capsys.readouterr().out)
     failed = {
-        one["name"]: one["reason"] for one in reported["candidates"] if one["trial"] is not None and one["reason"]
+        one["name"]: one["reason"]
+        for one in reported["candidates"]
+        if one["trial"] is not None and one["reason"]
     }
     assert reported["best"] == "stage 1 micro-batch 4" and failed == {
         "stage 1 micro-batch 4 + checkpointing": "out of memory of 1 GB"
@@ -420,7 +536,8 @@ def test_a_search_survives_what_runs_out_of_memory_ends_with_the_best_and_repeat
     monkeypatch.setattr(Runs, "_run", None)  # a second search runs nothing
     assert main(words) == 0
     again = capsys.readouterr()
-    assert json.loads(again.out) == reported and again.err == ""  # nothing is said to be planned or run
+    # nothing is said to be planned or run
+    assert json.loads(again.out) == reported and again.err == ""
     path = Path("autotuning_results/results.jsonl")
     path.write_text(path.read_text().replace('"refused"', '"why"'))
     with pytest.raises(TypeError, match="NoneType"):  # a plan of another version is made again
@@ -438,18 +555,25 @@ def test_a_script_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.long
-def test_a_run_that_hangs_is_ended_with_all_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_hangs_is_ended_with_all_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     path, marker = tmp_path / "hang.py", tmp_path / "rank"
-    path.write_text(f"import os, time\nopen({str(marker)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    path.write_text(
+        f"import os, time\nopen({str(marker)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
     script = Script.of(["--num_procs", "1"], str(path), ["--config", "c.json"])
     began = time.monotonic()
 
     limit = 2.0
-    while not marker.exists() and limit < 60:  # of which the launcher takes some seconds to start the rank
+    # of which the launcher takes some seconds to start the rank
+    while not marker.exists() and limit < 60:
         limit *= 2
         result = Runs(script, tmp_path / "exps", {}, limit).measure("x", {}, Request("measure", ""))
-    assert result.timed_out and result.error == f"no result in {limit:g} s" and result.seconds is None
+    assert (
+        result.timed_out and result.error == f"no result in {limit:g} s" and result.seconds is None
+    )
     assert time.monotonic() - began < 4 * limit + 60
     rank = int(marker.read_text())
     while (
@@ -471,38 +595,70 @@ def test_seconds_left_are_those_of_runs_and_not_of_known_results(
     with _shown() as show:
         show("run 9: x", 8, 12)  # eight were known
         show("run 10: y", 9, 12)
-    assert capsys.readouterr().err.splitlines() == ["fzero: run 9: x", "fzero: run 10: y, at most 60 s left"]
+    assert capsys.readouterr().err.splitlines() == [
+        "fzero: run 9: x",
+        "fzero: run 10: y, at most 60 s left",
+    ]
 
 
-# --- the command -------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["train.py"], 1, "train.py: must be given its configuration as a file, by one of --config"),
-        (["train.py", "--deepspeed", "--steps", "3"], 1, "train.py: must be given its configuration as a file"),
+        (
+            ["train.py"],
+            1,
+            "train.py: must be given its configuration as a file, by one of --config",
+        ),
+        (
+            ["train.py", "--deepspeed", "--steps", "3"],
+            1,
+            "train.py: must be given its configuration as a file",
+        ),
         (["train.py", "--config", "missing.json"], 1, "cannot read 'missing.json'"),
         (["train.py", "--config", "bad.json"], 1, "is not JSON"),
-        (["train.py", "--config", "wrong.json"], 1, "autotuning.metric: must be 'throughput', 'latency' or 'flops'"),
+        (
+            ["train.py", "--config", "wrong.json"],
+            1,
+            "autotuning.metric: must be 'throughput', 'latency' or 'flops'",
+        ),
         (["--memory", "much", "train.py", "--config", "bad.json"], 2, "must be a number of bytes"),
         (["--stages", "4", "train.py", "--config", "bad.json"], 2, "must be stages from 0 to 3"),
         (["--time_limit", "0", "train.py"], 2, "must be a positive number"),
-        (["--offload", "nvme", "train.py", "--config", "good.json"], 1, "--offload nvme: needs --nvme PATH"),
+        (
+            ["--offload", "nvme", "train.py", "--config", "good.json"],
+            1,
+            "--offload nvme: needs --nvme PATH",
+        ),
         (
             ["--out", ".", "train.py", "--config", "good.json"],
             1,
             "--out: cannot write '.', Is a directory; name another",
         ),
-        (["--out", "bad.json/x", "train.py", "--config", "good.json"], 1, "--out: cannot write 'bad.json/x'"),
+        (
+            ["--out", "bad.json/x", "train.py", "--config", "good.json"],
+            1,
+            "--out: cannot write 'bad.json/x'",
+        ),
     ],
 )
 def test_a_mistake_is_reported_in_a_line(
-    words: list[str], code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    words: list[str],
+    code: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Runs, "_run", None)  # nothing was run
-    for name, text in {"bad": "{", "wrong": '{"autotuning": {"metric": "luck"}}', "good": "{}"}.items():
+    for name, text in {
+        "bad": "{",
+        "wrong": '{"autotuning": {"metric": "luck"}}',
+        "good": "{}",
+    }.items():
         Path(f"{name}.json").write_text(text)
     try:
         found = main(["tune", *words])
@@ -513,7 +669,8 @@ def test_a_mistake_is_reported_in_a_line(
 
 
 @pytest.mark.parametrize(
-    ("word", "started"), [("tune", []), ("run", [["--num_procs", "2", "train.py", "--config", "b"]])]
+    ("word", "started"),
+    [("tune", []), ("run", [["--num_procs", "2", "train.py", "--config", "b"]])],
 )
 def test_a_run_with_autotuning_tunes_and_then_starts_with_the_best(
     word: str, started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -548,7 +705,9 @@ def test_the_table_and_the_picture_report_measured_failed_and_pruned() -> None:
     found = candidates(KEYS, Autotuning(), 2)[:4]
     rows = (
         TrialResult(found[0], 10**9, 0.1, result=Result("a", "", 0.2, 8, 10**9), trial=0),
-        TrialResult(found[1], 10**9, 0.1, result=Result("b", "", error="out of memory [x]"), trial=1),
+        TrialResult(
+            found[1], 10**9, 0.1, result=Result("b", "", error="out of memory [x]"), trial=1
+        ),
         TrialResult(found[2], 10**9, 0.1),
         TrialResult(found[3], 10**9, refused="does not fit"),
     )

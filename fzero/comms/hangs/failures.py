@@ -1,8 +1,10 @@
-"""The watch over the default process group: how long a collective waits, and the error when it does not end.
+"""The watch over the default process group: how long a collective waits, and the error
+when it does not end.
 
-`keep_watch` starts a thread that answers questions about this rank (`fzero.comms.hangs.watchdog`), and makes the meeting
-place of the ranks (`fzero.comms.hangs.meeting`). `failed` asks all ranks where they are, and makes a `CollectiveError` that
-names the missing ones.
+`keep_watch` starts a thread that answers questions about this rank
+(`fzero.comms.hangs.watchdog`), and makes the meeting place of the ranks
+(`fzero.comms.hangs.meeting`). `failed` asks all ranks where they are, and makes a
+`CollectiveError` that names the missing ones.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 
 TIMEOUT = timedelta(minutes=10)
 TIMEOUTS = {"FZERO_TIMEOUT": "seconds", "DEEPSPEED_TIMEOUT": "minutes"}
-"""The variables that set how long a collective waits, with their units; the first that is set counts."""
+"""The variables that set how long a collective waits, with their units; the first that
+is set counts.
+"""
 _PROBE = 0x70726F62
 """The tag of a message that tests whether a rank is alive; no rank receives it."""
 _PROBES: list[Any] = []
@@ -49,7 +53,8 @@ _WATCHES: list[_Watch] = []
 
 
 def timeout_of(environment: Mapping[str, str]) -> timedelta:
-    """How long a collective waits for a rank that does not come, read from environment variables.
+    """How long a collective waits for a rank that does not come, read from environment
+    variables.
 
     >>> timeout_of({"FZERO_TIMEOUT": "90"}), timeout_of({"DEEPSPEED_TIMEOUT": "30"}), timeout_of({})
     (datetime.timedelta(seconds=90), datetime.timedelta(seconds=1800), datetime.timedelta(seconds=600))
@@ -61,7 +66,9 @@ def timeout_of(environment: Mapping[str, str]) -> timedelta:
             except (ValueError, OverflowError):
                 given = timedelta(0)
             if given <= timedelta(0):
-                raise ValueError(f"{name}: must be a positive number of {unit}, got {environment[name]!r}")
+                raise ValueError(
+                    f"{name}: must be a positive number of {unit}, got {environment[name]!r}"
+                )
             return given
     return TIMEOUT
 
@@ -75,19 +82,25 @@ def timeout_of_group(group: dist.ProcessGroup) -> timedelta:
 
 
 def failed(label: Label | str, error: Exception) -> CollectiveError:
-    """The error to raise instead of the one of torch.distributed; asks all ranks where they are, to name the missing ones."""
+    """The error to raise instead of the one of torch.distributed; asks all ranks where
+    they are, to name the missing ones.
+    """
     HERE.waits.setdefault(get_ident(), label)  # a captured step did not set it
     cause = f"torch.distributed said: {error}"
     with suppress(RuntimeError):  # from a store that ended with its rank
         if _WATCHES and _WATCHES[-1].meeting.store.check(["alone"]):
-            return CollectiveError(f"{label}: {_WATCHES[-1].meeting.store.get('alone').decode()}. {cause}")
+            return CollectiveError(
+                f"{label}: {_WATCHES[-1].meeting.store.get('alone').decode()}. {cause}"
+            )
     is_late = re.search(r"time(d|-| )*out", str(error), re.IGNORECASE) is not None
     report = "\n  ".join(["", *_WATCHES[-1].watchdog.ask(is_late=is_late)]) if _WATCHES else ""
     if is_late:
-        return CollectiveError(f"{label}: the collective did not come back in time. {cause}{report}")
+        return CollectiveError(
+            f"{label}: the collective did not come back in time. {cause}{report}"
+        )
     return CollectiveError(
-        f"{label}: the collective failed; most often another rank died, left the job or did not arrive in time, so look "
-        f"for the first error among the logs of all ranks. {cause}{report}"
+        f"{label}: the collective failed; most often another rank died, left the job or did not "
+        f"arrive in time, so look for the first error among the logs of all ranks. {cause}{report}"
     )
 
 
@@ -119,10 +132,13 @@ def keep_watch() -> None:
     limit = timeout_of_group(group).total_seconds()
     # NCCL ends the process at its own timeout, which starts a little before the host stops.
     seconds = limit - min(30.0, limit / 4) if on_cuda else float("inf")
-    own_device = torch.cuda.current_device() if on_cuda else 0  # in the watchdog's thread the present one is 0
+    # in the watchdog's thread the present one is 0
+    own_device = torch.cuda.current_device() if on_cuda else 0
     is_stuck = (lambda: not torch.cuda.default_stream(own_device).query()) if on_cuda else None
     rank, answer = dist.get_rank(), Notified(store, dist.get_rank()).answer
-    watchdog = Watchdog(store, rank, dist.get_world_size(), is_stuck=is_stuck, seconds=seconds, each_tick=answer)
+    watchdog = Watchdog(
+        store, rank, dist.get_world_size(), is_stuck=is_stuck, seconds=seconds, each_tick=answer
+    )
     _WATCHES.append(_Watch(ref(group), watchdog, Meeting(store, rank, _is_gone)))
 
 
@@ -134,12 +150,14 @@ def end_watch() -> None:
 
 
 def meet(call: str, axis: RankAxis) -> None:
-    """Returns when every rank of the axis has come to this call; called at the start of calls that all ranks must make.
+    """Returns when every rank of the axis has come to this call; called at the start of
+    calls that all ranks must make.
 
     *Collective:* every rank of `axis`; sends some numbers to the job's store.
 
     Raises:
-        CollectiveError: the others are in another call and will not come, or did not come in time.
+        CollectiveError: the others are in another call and will not come, or did not
+            come in time.
     """
     if not isinstance(axis, ProcessAxis) or axis.size == 1:
         return
@@ -159,7 +177,9 @@ def meet(call: str, axis: RankAxis) -> None:
 
 
 def drop_probes() -> None:
-    """Frees the messages to ranks that do not answer, which keep the connections of a group open."""
+    """Frees the messages to ranks that do not answer, which keep the connections of a
+    group open.
+    """
     _PROBES.clear()
 
 

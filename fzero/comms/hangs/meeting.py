@@ -1,13 +1,17 @@
-"""Meetings of ranks before a call that every rank must make. A rank that makes the call alone gets an error instead of a crash.
+"""Meetings of ranks before a call that every rank must make. A rank that makes the call
+alone gets an error instead of a crash.
 
-For example, one rank saves while the others run a step: they would receive its tensors as tensors of the step. If the sizes
-differ, gloo aborts the process in C++. So the ranks meet first, at the job's store:
+For example, one rank saves while the others run a step: they would receive its tensors
+as tensors of the step. If the sizes differ, gloo aborts the process in C++. So the
+ranks meet first, at the job's store:
 
-1. A rank counts itself under the name of the call, and waits until all ranks are counted.
-2. After a moment the first of the waiting ranks asks the others where they are. Their watchdogs
-   (`fzero.comms.hangs.watchdog`) answer while the rank starts no collectives.
-3. A rank will not come if it is in another call, waits for a collective that the asking rank has not begun, or has left the
-   job. If this holds for all missing ranks, the waiting ones raise.
+1. A rank counts itself under the name of the call, and waits until all ranks are
+  counted.
+2. After a moment the first of the waiting ranks asks the others where they are. Their
+   watchdogs (`fzero.comms.hangs.watchdog`) answer while the rank starts no collectives.
+3. A rank will not come if it is in another call, waits for a collective that the asking
+   rank has not begun, or has left the job. If this holds for all missing ranks, the
+   waiting ones raise.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ BARRIER = "torch.distributed.barrier"
 
 
 class Meeting:
-    """The place where the ranks of a job meet. `is_gone` says whether a rank has left the job."""
+    """The place where the ranks of a job meet. `is_gone` says whether a rank has left
+    the job.
+    """
 
     def __init__(self, store: Store, rank: int, is_gone: Callable[[int], bool]) -> None:
         self.store, self.rank, self.is_gone = store, rank, is_gone
@@ -39,14 +45,17 @@ class Meeting:
         self._last: dict[str, str] = {}
 
     def __call__(self, call: str, group: str, ranks: Sequence[int], timeout: float) -> None:
-        """Returns when all ranks have come to this call. *Collective:* sends nothing to ranks, some numbers to the store.
+        """Returns when all ranks have come to this call. *Collective:* sends nothing to
+        ranks, some numbers to the store.
 
         Args:
-            group, ranks: the ranks that take part, by the name of their group and by their ranks in the job.
+            group, ranks: the ranks that take part, by the name of their group and by
+                their ranks in the job.
             timeout: in seconds.
 
         Raises:
-            LoneCallError: the others will not come. This rank may continue as if it had not called.
+            LoneCallError: the others will not come. This rank may continue as if it had
+                not called.
             TimeoutError: the others may still come, but have not come in time.
         """
         number = self._numbers[group]
@@ -79,7 +88,8 @@ class Meeting:
             found = self._answers(key, ranks)
             if found is not None and found == before:
                 message = (
-                    f"{call}: every rank must call it, but {found}; call it on all ranks, not under `if rank == 0:`"
+                    f"{call}: every rank must call it, but {found}; call it on all ranks, "
+                    f"not under `if rank == 0:`"
                 )
                 self.store.set("alone", message)
                 self.store.set(f"{key}/alone", message)
@@ -87,7 +97,9 @@ class Meeting:
             before, pause = found or " ", min(1.5 * pause, MOST)
 
     def _has_come(self, key: str, seconds: float) -> bool:
-        """Whether all ranks come within so many seconds. (The `wait` of PyTorch's store would log a warning at each timeout.)"""
+        """Whether all ranks come within so many seconds. (The `wait` of PyTorch's store
+        would log a warning at each timeout.)
+        """
         pause, deadline = 1e-4, time.monotonic() + seconds
         while not self.store.check([key]):
             if time.monotonic() > deadline:
@@ -153,12 +165,16 @@ class Notified:
         self.store, self.rank, self._answered = store, rank, 0
 
     def answer(self) -> None:
-        """Answers a new question, if there is one. Call it when this rank has started no collective for a while."""
+        """Answers a new question, if there is one. Call it when this rank has started
+        no collective for a while.
+        """
         if not self.store.check(["asks"]) or (asked := self.store.add("asks", 0)) == self._answered:
             return
         self._answered = asked
         place, waits = (HERE.num_steps, HERE.number), next(iter(HERE.waits.values()), None)
-        waits_for = where(waits, place) if waits is not None else BARRIER if _is_in_barrier() else None
+        waits_for = (
+            where(waits, place) if waits is not None else BARRIER if _is_in_barrier() else None
+        )
         answer = {"call": HERE.call, "waits": waits_for, "place": place}
         self.store.set(f"at/{self.rank}/{asked}", json.dumps(answer))
 
@@ -169,7 +185,9 @@ def _is_in_barrier() -> bool:
     for _ in range(6):  # PyTorch wraps `barrier` a few times
         if frame is None:
             break
-        if frame.f_code.co_name == "barrier" and frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+        if frame.f_code.co_name == "barrier" and frame.f_globals.get("__name__", "").startswith(
+            "torch.distributed"
+        ):
             return True
         frame = frame.f_back
     return False

@@ -12,7 +12,9 @@ from fzero.comms.records import Label
 
 
 class LoneCallError(RuntimeError):
-    """Some ranks made a call that every rank must make, and the other ranks will not make it; the message names these."""
+    """Some ranks made a call that every rank must make, and the other ranks will not
+    make it; the message names these.
+    """
 
 
 @dataclass(slots=True)
@@ -27,11 +29,17 @@ class Progress:
     waits: dict[int, Label | str] = field(default_factory=dict)
     """The collective or call that each thread waits for."""
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds that the host has waited for collectives since the process began, by their purpose."""
+    """Seconds that the host has waited for collectives since the process began, by
+    their purpose.
+    """
     call: str | None = None
-    """The meeting in which this rank waits for the others to make the same call (`fzero.comms.hangs.meeting`)."""
+    """The meeting in which this rank waits for the others to make the same call
+    (`fzero.comms.hangs.meeting`).
+    """
     places: dict[int, str] = field(default_factory=dict)
-    """The place of each rank of the job in words, where a step has named it ("pipeline stage 1")."""
+    """The place of each rank of the job in words, where a step has named it ("pipeline
+    stage 1").
+    """
 
     def name_of(self, rank: int) -> str:
         """A rank, with its place.

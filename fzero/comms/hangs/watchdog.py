@@ -1,14 +1,19 @@
-"""The watchdog: when a collective fails, it reports which ranks are missing, and what each rank is doing.
+"""The watchdog: when a collective fails, it reports which ranks are missing, and what
+each rank is doing.
 
-1. A rank counts the collectives that it starts, and records the one that it waits for (`HERE`). A step has no other overhead.
-2. Each rank has a watchdog thread. It looks for an alarm in the job's store once a second, or every three seconds while the rank
-   starts collectives. A rank whose collective fails sets the alarm. On CUDA the host does not wait in a collective, so the
-   watchdog sets the alarm before NCCL ends the process.
-3. After an alarm all watchdogs answer with the rank's place and stack. For a process that has ended or is stopped another rank on
-   its host answers. If C code holds the interpreter of a rank, another rank on its host sends it a signal, which `faulthandler`
-   answers with the stack, without the interpreter. A rank that ends with an error reports that before it ends.
-4. The first rank that asks writes the report of the missing ranks. After a timeout it also prints all stacks to its stderr. All
-   ranks raise an error with the same report.
+1. A rank counts the collectives that it starts, and records the one that it waits for
+  (`HERE`). A step has no other overhead.
+2. Each rank has a watchdog thread. It looks for an alarm in the job's store once a
+   second, or every three seconds while the rank starts collectives. A rank whose
+   collective fails sets the alarm. On CUDA the host does not wait in a collective, so
+   the watchdog sets the alarm before NCCL ends the process.
+3. After an alarm all watchdogs answer with the rank's place and stack. For a process
+   that has ended or is stopped another rank on its host answers. If C code holds the
+   interpreter of a rank, another rank on its host sends it a signal, which
+   `faulthandler` answers with the stack, without the interpreter. A rank that ends with
+   an error reports that before it ends.
+4. The first rank that asks writes the report of the missing ranks. After a timeout it
+   also prints all stacks to its stderr. All ranks raise an error with the same report.
 """
 
 from __future__ import annotations
@@ -41,10 +46,15 @@ TICK = 1.0  # seconds between two reads of the store by a watchdog
 SILENT = 10.0  # seconds without an answer after which a rank counts as one that cannot answer
 MOVING = 3.0  # the same as TICK while this rank starts collectives
 PATIENCE = 20.0  # the longest time that a report waits for answers, in seconds
-HASTE = 8.0  # the same as PATIENCE after a lost connection, which one rank may see long before the others
-HEARD = 8.0  # the longest time for which the rank that keeps the store stays until the others have read the report
-MORE = 1.0  # after it finds a rank that is gone, seconds in which a report looks for more such ranks
-AGAIN = 0.3  # seconds between two checks for something that is expected soon, such as the end of a process
+# the same as PATIENCE after a lost connection, which one rank may see long before the others
+HASTE = 8.0
+# the longest time for which the rank that keeps the store stays until the others have read the
+# report
+HEARD = 8.0
+# after it finds a rank that is gone, seconds in which a report looks for more such ranks
+MORE = 1.0
+# seconds between two checks for something that is expected soon, such as the end of a process
+AGAIN = 0.3
 
 
 class Store(Protocol):
@@ -60,7 +70,9 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A rank's answer about itself, or another rank's answer about that rank (`is_silent`)."""
+    """A rank's answer about itself, or another rank's answer about that rank
+    (`is_silent`).
+    """
 
     rank: int
     host: str
@@ -103,7 +115,9 @@ def summary(answers: Sequence[Answer], world_size: int) -> list[str]:
 
     If a rank is gone, no other rank counts as missing, even if it is behind:
 
-    >>> stopped = Answer(2, "a", 9, (0, 0), "its process is stopped", False, "", is_silent=True, is_gone=True)
+    >>> stopped = Answer(
+    ...     2, "a", 9, (0, 0), "its process is stopped", False, "", is_silent=True, is_gone=True
+    ... )
     >>> print("\\n".join(summary([waiting, busy, stopped], 4)))
     rank 2 (a, pid 9) has not come: its process is stopped
     rank 0: waiting for gather x
@@ -112,11 +126,15 @@ def summary(answers: Sequence[Answer], world_size: int) -> list[str]:
     furthest = max((answer.place for answer in answers if not answer.is_silent), default=(0, 0))
     silent = {*range(world_size)} - {answer.rank for answer in answers}
     gone = [answer for answer in answers if answer.is_gone]
-    behind = [answer for answer in answers if not silent and (answer.is_silent or answer.place < furthest)]
+    behind = [
+        answer for answer in answers if not silent and (answer.is_silent or answer.place < furthest)
+    ]
     late = gone or [answer for answer in answers if not answer.waits] or behind
     lines = [f"{answer.who} has not come: {answer.doing}" for answer in late]
     ended = "does not answer: its process has ended or is stopped, or its host cannot be reached"
-    lines += [f"{HERE.name_of(rank)} has not come and {ended}" for rank in sorted(silent) if not gone]
+    lines += [
+        f"{HERE.name_of(rank)} has not come and {ended}" for rank in sorted(silent) if not gone
+    ]
     if not lines:
         lines = ["all ranks have come to the same place, so look at the network between them"]
     others: defaultdict[str, list[int]] = defaultdict(list)
@@ -147,15 +165,19 @@ def stacks(answers: Sequence[Answer]) -> str:
     by_stack: defaultdict[str, list[int]] = defaultdict(list)
     for answer in answers:
         by_stack[answer.stack].append(answer.rank)
-    return "\n".join(f"fzero: the stack of {ranks_of(ranks)}:\n{stack}" for stack, ranks in by_stack.items())
+    return "\n".join(
+        f"fzero: the stack of {ranks_of(ranks)}:\n{stack}" for stack, ranks in by_stack.items()
+    )
 
 
 class Watchdog:
-    """Answers for this rank of a job, and reports when one of its collectives does not end.
+    """Answers for this rank of a job, and reports when one of its collectives does not
+    end.
 
     Args:
         store: the store of the job, over a connection of its own.
-        is_stuck: returns whether the device is still busy; called when this rank has started no collective for `seconds`.
+        is_stuck: returns whether the device is still busy; called when this rank has
+            started no collective for `seconds`.
         seconds: the time after which a rank that waits for its device sets the alarm.
         each_tick: called once a second while this rank starts no collectives.
     """
@@ -176,16 +198,21 @@ class Watchdog:
         self._file = answer_signals()
         self._report: list[str] = []  # the report of the first rank that asks
         self._keeper: dict[str, Any] | None = None
-        """The identity of rank 0, if it keeps the job's store: when rank 0 has ended, the store cannot be asked any more."""
+        """The identity of rank 0, if it keeps the job's store: when rank 0 has ended,
+        the store cannot be asked any more.
+        """
         store.set(f"who/{rank}", json.dumps(identity_of(self._file)))
         deadline = time.monotonic() + 1
         while rank_0_keeps_store() and not self._finds_keeper() and time.monotonic() < deadline:
-            time.sleep(0.01)  # rank 0 must be known before it can end; the thread continues to look for it
+            # rank 0 must be known before it can end; the thread continues to look for it
+            time.sleep(0.01)
         self._thread = threading.Thread(target=self._run, name=WATCH, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread. It must end before the interpreter: a thread in a call of the store would abort the process."""
+        """Ends the thread. It must end before the interpreter: a thread in a call of
+        the store would abort the process.
+        """
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
@@ -201,7 +228,9 @@ class Watchdog:
     def _run(self) -> None:
         before, since = (0, 0), time.monotonic()
         looked = since
-        while not self._stopped.wait(TICK if self._keeper is not None or not rank_0_keeps_store() else AGAIN):
+        while not self._stopped.wait(
+            TICK if self._keeper is not None or not rank_0_keeps_store() else AGAIN
+        ):
             now = (HERE.num_steps, HERE.number)
             moves = now != before
             if moves:
@@ -222,12 +251,17 @@ class Watchdog:
                     return
                 is_late = time.monotonic() - since > self.seconds
                 if is_late and self.is_stuck is not None and self.is_stuck():
-                    lines = [f"fzero: the device has waited for {self.seconds:.0f} s:", *self.ask(is_late=True)]
+                    lines = [
+                        f"fzero: the device has waited for {self.seconds:.0f} s:",
+                        *self.ask(is_late=True),
+                    ]
                     print("\n  ".join(lines), file=sys.stderr, flush=True)
                     return
 
     def ask(self, *, is_late: bool) -> list[str]:
-        """The report. If the job's store has ended or does not answer, it names the process that keeps the store."""
+        """The report. If the job's store has ended or does not answer, it names the
+        process that keeps the store.
+        """
         found: list[str] = []
 
         def report() -> None:
@@ -236,7 +270,8 @@ class Watchdog:
 
         thread = threading.Thread(target=report, name=WATCH, daemon=True)
         thread.start()
-        thread.join(PATIENCE + SILENT)  # if the process that keeps the store is stopped, a report never ends
+        # if the process that keeps the store is stopped, a report never ends
+        thread.join(PATIENCE + SILENT)
         if found or self._report:
             return found or self._report
         ended = "its process has ended or is stopped, or its host cannot be reached"
@@ -254,7 +289,8 @@ class Watchdog:
     def report(self, *, is_late: bool = True) -> list[str]:
         """Sets the alarm, waits for the answers, and reports the missing ranks.
 
-        After a timeout (`is_late`) the first rank to ask also prints all stacks to stderr.
+        After a timeout (`is_late`) the first rank to ask also prints all stacks to
+        stderr.
         """
         is_first = self.store.add("alarm", 1) == 1
         self._answer()
@@ -283,9 +319,11 @@ class Watchdog:
         return self._report
 
     def _stay_until_heard(self) -> None:
-        """If this rank keeps the job's store: waits until all ranks whose processes live have read the report.
+        """If this rank keeps the job's store: waits until all ranks whose processes
+        live have read the report.
 
-        A rank that has not answered yet counts, too: on a busy machine it may see the lost connection seconds later.
+        A rank that has not answered yet counts, too: on a busy machine it may see the
+        lost connection seconds later.
         """
         if self.rank != 0 or not rank_0_keeps_store():
             return
@@ -304,7 +342,9 @@ class Watchdog:
         return self._keeper is not None
 
     def _hears(self, seconds: float) -> bool:
-        """Waits for the report of the first rank that asks. Returns whether the report has come."""
+        """Waits for the report of the first rank that asks. Returns whether the report
+        has come.
+        """
         deadline = time.monotonic() + seconds
         while not self._report and time.monotonic() < deadline and not self._stopped.is_set():
             if text := _text(self.store, "summary"):
@@ -327,34 +367,63 @@ class Watchdog:
         if waits is not None:
             doing = f"waiting for {where(waits, place)}"
         elif self.is_stuck is not None and self.is_stuck():
-            waits, doing = HERE.label, f"waiting for its device, the last was {where(HERE.label, place)}"
+            waits, doing = (
+                HERE.label,
+                f"waiting for its device, the last was {where(HERE.label, place)}",
+            )
         mine = identity_of(None)
-        answer = Answer(self.rank, mine["host"], mine["pid"], place, doing, waits is not None, stack_here())
+        answer = Answer(
+            self.rank, mine["host"], mine["pid"], place, doing, waits is not None, stack_here()
+        )
         self.store.set(f"answer/{self.rank}", json.dumps(asdict(answer)))
 
     def _answer_for(
-        self, rank: int, its: Mapping[str, Any], doing: str, *, stack: str = "", is_gone: bool = False
+        self,
+        rank: int,
+        its: Mapping[str, Any],
+        doing: str,
+        *,
+        stack: str = "",
+        is_gone: bool = False,
     ) -> None:
         """Answers for a rank that cannot answer."""
-        answer = Answer(rank, its["host"], its["pid"], (0, 0), doing, False, stack, is_silent=True, is_gone=is_gone)
+        answer = Answer(
+            rank,
+            its["host"],
+            its["pid"],
+            (0, 0),
+            doing,
+            False,
+            stack,
+            is_silent=True,
+            is_gone=is_gone,
+        )
         with suppress(RuntimeError):
             self.store.set(f"answer/{rank}", json.dumps(asdict(answer)))
 
     def _identities(self) -> dict[int, dict[str, Any]]:
         """The identities of the processes of all ranks, as far as they are known."""
         keys = [f"who/{rank}" for rank in range(self.world_size)]
-        texts = [text.decode() for text in self.store.multi_get(keys)] if self.store.check(keys) else []
+        texts = (
+            [text.decode() for text in self.store.multi_get(keys)] if self.store.check(keys) else []
+        )
         texts = texts or [_text(self.store, key) for key in keys]
         return {rank: json.loads(text) for rank, text in enumerate(texts) if text}
 
     def _answer_for_gone(self) -> None:
         """Answers for the ranks of this host whose processes have ended or are stopped."""
         for rank, its in self._identities().items():
-            if rank != self.rank and (fate := fate_of(its)) and not self.store.check([f"answer/{rank}"]):
+            if (
+                rank != self.rank
+                and (fate := fate_of(its))
+                and not self.store.check([f"answer/{rank}"])
+            ):
                 self._answer_for(rank, its, fate, is_gone=True)
 
     def _ask_silent(self) -> None:
-        """Makes silent ranks of this host write their stacks, if this is the first rank of the host that can answer."""
+        """Makes silent ranks of this host write their stacks, if this is the first rank
+        of the host that can answer.
+        """
         mine, silent = identity_of(None), {}
         for rank, its in self._identities().items():
             if its.get("host") != mine["host"] or its.get("pids") != mine["pids"]:
@@ -365,7 +434,9 @@ class Watchdog:
                 return
         for rank, its in silent.items():
             if stack := stack_of(its):
-                self._answer_for(rank, its, "cannot answer, for code in C holds its interpreter", stack=stack)
+                self._answer_for(
+                    rank, its, "cannot answer, for code in C holds its interpreter", stack=stack
+                )
 
 
 def rank_0_keeps_store() -> bool:

@@ -1,4 +1,6 @@
-"""`get_accelerator()`: the device of this process, CUDA or the CPU, with the methods of DeepSpeed's accelerators."""
+"""`get_accelerator()`: the device of this process, CUDA or the CPU, with the methods of
+DeepSpeed's accelerators.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,30 @@ _ON_CPU: dict[str, Any] = {
     "memory_stats": lambda: {"allocated_bytes.all.current": _process_bytes()},
     **dict.fromkeys(
         (
-            "empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
-            "range_push", "range_pop", "current_stream", "default_stream",
+            "empty_cache",
+            "reset_peak_memory_stats",
+            "reset_max_memory_allocated",
+            "reset_max_memory_cached",
+            "range_push",
+            "range_pop",
+            "current_stream",
+            "default_stream",
         )
     ),
-}  # fmt: skip
-"""Methods on the CPU, without their arguments; None returns None. On CUDA they are those of `torch.cuda`."""
+}
+"""Methods on the CPU, without their arguments; None returns None. On CUDA they are
+those of `torch.cuda`.
+"""
 _CUDA_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
 _TENSORS = {
-    "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "DoubleTensor": torch.float64, "FloatTensor": torch.float32,
-    "HalfTensor": torch.float16, "IntTensor": torch.int32, "LongTensor": torch.int64,
-}  # fmt: skip
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
 
 
 class _Stream:
@@ -52,17 +67,23 @@ class _Stream:
 
 
 class DeepSpeedAccelerator:
-    """The device of this process. Attributes that are not named here are those of `torch.cuda`, if CUDA is available."""
+    """The device of this process. Attributes that are not named here are those of
+    `torch.cuda`, if CUDA is available.
+    """
 
     def __init__(self, kind: str) -> None:
         self._name = kind
         self._communication_backend_name = "nccl" if kind == "cuda" else "gloo"
         self._compile_backend = "inductor"
 
-    # --- the device ----------------------------------------------------------------------------------------------
+    # --- the device -------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
-        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
+        return (
+            self._name
+            if device_index is None or self._name == "cpu"
+            else f"{self._name}:{device_index}"
+        )
 
     def device(self, device_index: int | None = None) -> Any:
         """A context in which this is the current device."""
@@ -94,7 +115,9 @@ class DeepSpeedAccelerator:
     def visible_devices_envs(self) -> list[str]:
         return ["CUDA_VISIBLE_DEVICES"]
 
-    def set_visible_devices_envs(self, current_env: MutableMapping[str, str], local_accelerator_ids: list[int]) -> None:
+    def set_visible_devices_envs(
+        self, current_env: MutableMapping[str, str], local_accelerator_ids: list[int]
+    ) -> None:
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
@@ -102,7 +125,7 @@ class DeepSpeedAccelerator:
         """Prefixes of variables that a launcher passes on."""
         return ["NCCL", "LD_LIBRARY", "PATH"]
 
-    # --- what it can do ------------------------------------------------------------------------------------------
+    # --- what it can do ---------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
         return self._name == "cpu" or torch.cuda.is_bf16_supported()
@@ -114,7 +137,11 @@ class DeepSpeedAccelerator:
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+        return [
+            torch.float32,
+            torch.float16,
+            *([torch.bfloat16] if self.is_bf16_supported() else []),
+        ]
 
     def is_triton_supported(self) -> bool:
         return self._name == "cuda" and torch.cuda.get_device_capability()[0] >= 7
@@ -127,7 +154,9 @@ class DeepSpeedAccelerator:
     def is_synchronized_device(self) -> bool:
         return self._name == "cpu"
 
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = (
+        is_synchronized_device
+    )
 
     def get_compile_backend(self) -> str:
         return self._compile_backend
@@ -135,7 +164,7 @@ class DeepSpeedAccelerator:
     def set_compile_backend(self, backend: str) -> None:
         self._compile_backend = backend
 
-    # --- random numbers ------------------------------------------------------------------------------------------
+    # --- random numbers ---------------------------------------------------------------------------
 
     def random(self) -> Any:
         return torch.random
@@ -149,7 +178,11 @@ class DeepSpeedAccelerator:
         return torch.initial_seed()
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        return torch.get_rng_state() if self._name == "cpu" else torch.cuda.get_rng_state(*_given(device_index))
+        return (
+            torch.get_rng_state()
+            if self._name == "cpu"
+            else torch.cuda.get_rng_state(*_given(device_index))
+        )
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         if self._name == "cpu":
@@ -158,9 +191,13 @@ class DeepSpeedAccelerator:
             torch.cuda.set_rng_state(new_state, *_given(device_index))
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
-        return torch.default_generator if self._name == "cpu" else torch.cuda.default_generators[device_index]
+        return (
+            torch.default_generator
+            if self._name == "cpu"
+            else torch.cuda.default_generators[device_index]
+        )
 
-    # --- streams, graphs, memory -----------------------------------------------------------------------------------
+    # --- streams, graphs, memory ------------------------------------------------------------------
 
     @property
     def Stream(self) -> Any:
@@ -178,7 +215,11 @@ class DeepSpeedAccelerator:
         return None if self._name == "cpu" else torch.cuda.CUDAGraph()
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
-        return contextlib.nullcontext() if self._name == "cpu" else torch.cuda.graph(graph, pool, stream)
+        return (
+            contextlib.nullcontext()
+            if self._name == "cpu"
+            else torch.cuda.graph(graph, pool, stream)
+        )
 
     def replay_graph(self, graph: Any) -> None:
         if graph is not None:
@@ -218,10 +259,12 @@ class DeepSpeedAccelerator:
     def on_accelerator(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._name
 
-    # --- the kernels that DeepSpeed builds --------------------------------------------------------------------------
+    # --- the kernels that DeepSpeed builds --------------------------------------------------------
 
     def op_builder_dir(self) -> NoReturn:
-        raise NotImplementedError("get_accelerator: builds no operators, fzero's are torch's own; leave the call out")
+        raise NotImplementedError(
+            "get_accelerator: builds no operators, fzero's are torch's own; leave the call out"
+        )
 
     def build_extension(self) -> NoReturn:
         self.op_builder_dir()
@@ -236,11 +279,15 @@ class DeepSpeedAccelerator:
             return partial(torch.tensor, dtype=_TENSORS[name], device=self.current_device_name())
         own = _CUDA_NAMES.get(name, name)
         if self._name == "cuda":
-            return getattr(torch.cuda.nvtx if own in ("range_push", "range_pop") else torch.cuda, own)
+            return getattr(
+                torch.cuda.nvtx if own in ("range_push", "range_pop") else torch.cuda, own
+            )
         if own in _ON_CPU:
             function = _ON_CPU[own]
             return lambda *args, **kwargs: None if function is None else function()
-        raise AttributeError(f"accelerator: has no {name!r} on the CPU; ask get_accelerator().device_name() first")
+        raise AttributeError(
+            f"accelerator: has no {name!r} on the CPU; ask get_accelerator().device_name() first"
+        )
 
 
 Accelerator = DeepSpeedAccelerator
@@ -260,8 +307,8 @@ def set_accelerator(accel_obj: object) -> None:
     """Accepts the accelerator in use only."""
     if accel_obj is not get_accelerator():
         raise ValueError(
-            f"set_accelerator: must be the device in use, {get_accelerator().device_name()}, got {accel_obj!r}; leave it out "
-            f"(CUDA_VISIBLE_DEVICES='' hides the GPUs)"
+            f"set_accelerator: must be the device in use, {get_accelerator().device_name()}, got "
+            f"{accel_obj!r}; leave it out (CUDA_VISIBLE_DEVICES='' hides the GPUs)"
         )
 
 

@@ -1,1 +1,3 @@
-"""The folder that precedes others on the PYTHONPATH of aliased processes: a `deepspeed` module, its metadata and command."""
+"""The folder that precedes others on the PYTHONPATH of aliased processes: a `deepspeed`
+module, its metadata and command.
+"""

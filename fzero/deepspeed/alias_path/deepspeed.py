@@ -1,4 +1,6 @@
-"""`import deepspeed` in a process that an aliased one started: `fzero.deepspeed.install` replaces this module."""
+"""`import deepspeed` in a process that an aliased one started:
+`fzero.deepspeed.install` replaces this module.
+"""
 
 if __name__ == "deepspeed":  # not where a tool imports fzero.deepspeed.alias_path.deepspeed
     import sys

@@ -1,4 +1,6 @@
-"""`deepspeed.checkpoint`: helpers for files. Checkpoints themselves: docs/deepspeed_checkpoints.md."""
+"""`deepspeed.checkpoint`: helpers for files. Checkpoints themselves:
+docs/deepspeed_checkpoints.md.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""`deepspeed.checkpoint.ds_to_universal`: a universal checkpoint of DeepSpeed's, from one of an engine or of DeepSpeed.
+"""`deepspeed.checkpoint.ds_to_universal`: a universal checkpoint of DeepSpeed's, from
+one of an engine or of DeepSpeed.
 
-python -m fzero.deepspeed.checkpoint.ds_to_universal --input_folder DIR --output_folder OUT
+python -m fzero.deepspeed.checkpoint.ds_to_universal --input_folder DIR --output_folder
+OUT
 """
 
 from __future__ import annotations
@@ -21,11 +23,19 @@ _FLAGS = ("keep_temp_folder", "no_strict", "inject_missing_state")
 
 def parse_arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     """DeepSpeed's arguments; those for its worker processes have no effect."""
-    parser = argparse.ArgumentParser(prog="ds_to_universal", description="Writes a universal checkpoint.")
-    parser.add_argument(
-        "--input_folder", required=True, help="the folder given to save_checkpoint, or of one checkpoint"
+    parser = argparse.ArgumentParser(
+        prog="ds_to_universal", description="Writes a universal checkpoint."
     )
-    parser.add_argument("--output_folder", required=True, help="the folder of the universal checkpoint, which is made")
+    parser.add_argument(
+        "--input_folder",
+        required=True,
+        help="the folder given to save_checkpoint, or of one checkpoint",
+    )
+    parser.add_argument(
+        "--output_folder",
+        required=True,
+        help="the folder of the universal checkpoint, which is made",
+    )
     for name, default in _IGNORED.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="has no effect")
     for name in _FLAGS:
@@ -34,7 +44,9 @@ def parse_arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Writes the checkpoint of `args.input_folder` as a universal one to `args.output_folder`."""
+    """Writes the checkpoint of `args.input_folder` as a universal one to
+    `args.output_folder`.
+    """
     folder, out = Path(args.input_folder), Path(args.output_folder)
     if is_deepspeeds(folder):
         with TemporaryDirectory(prefix=".fzero-", dir=out.parent) as beside:

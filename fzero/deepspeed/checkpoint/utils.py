@@ -1,4 +1,6 @@
-"""`deepspeed.checkpoint.utils`: tensors as torch.save should get them, and the names of DeepSpeed's files."""
+"""`deepspeed.checkpoint.utils`: tensors as torch.save should get them, and the names of
+DeepSpeed's files.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from torch import Tensor
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """A copy of tensors in lists, tuples and dicts on a device; torch.save would write the whole memory behind a view."""
+    """A copy of tensors in lists, tuples and dicts on a device; torch.save would write
+    the whole memory behind a view.
+    """
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True).contiguous()
     if isinstance(item, tuple):

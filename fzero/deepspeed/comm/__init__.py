@@ -2,4 +2,6 @@
 
 from fzero.deepspeed.comm import comm as comm, reduce_op as reduce_op
 from fzero.deepspeed.comm.comm import *  # noqa: F403 - as DeepSpeed's package, all public names of its module
-from fzero.deepspeed.comm.comm import __getattr__ as __getattr__  # its own: through the module it would ask the alias
+
+# its own: through the module it would ask the alias
+from fzero.deepspeed.comm.comm import __getattr__ as __getattr__

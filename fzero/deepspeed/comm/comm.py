@@ -1,6 +1,8 @@
-"""torch.distributed under DeepSpeed's names, and `init_distributed`, which initialises the process group of a launcher's job.
+"""torch.distributed under DeepSpeed's names, and `init_distributed`, which initialises
+the process group of a launcher's job.
 
-Every name that is not here is torch.distributed's. DeepSpeed's own arguments `prof`, `log_name` and `debug` are accepted."""
+Every name that is not here is torch.distributed's. DeepSpeed's own arguments `prof`,
+`log_name` and `debug` are accepted."""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialises the process group that the launcher describes, if necessary; without a launcher, a group of this process.
+    """Initialises the process group that the launcher describes, if necessary; without
+    a launcher, a group of this process.
 
     *Collective:* every rank of the job.
 
@@ -48,7 +51,8 @@ def init_distributed(
         auto_mpi_discovery, distributed_port, verbose, config: ignored.
 
     Raises:
-        ConfigError: `dist_init_required` is False, and ranks of a launcher have no process group yet.
+        ConfigError: `dist_init_required` is False, and ranks of a launcher have no
+            process group yet.
     """
     if dist.is_initialized():
         return
@@ -62,7 +66,10 @@ def init_distributed(
         )
         return
     if dist_backend not in (None, "nccl", "gloo"):
-        raise ValueError(f"init_distributed: dist_backend must be 'nccl' or 'gloo', got {dist_backend!r}; leave it out")
+        raise ValueError(
+            f"init_distributed: dist_backend must be 'nccl' or 'gloo', got {dist_backend!r}; leave "
+            f"it out"
+        )
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     process_group.join("cuda" if backend == "nccl" else "cpu", timeout=timeout)
 
@@ -78,29 +85,44 @@ def get_world_size(group: Any = None) -> int:
 
 
 def barrier(
-    group: Any = None, async_op: bool = False, device_ids: Any = None, prof: bool = False, log_name: str = "", debug: str = ""
-) -> None:  # fmt: skip
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+    prof: bool = False,
+    log_name: str = "",
+    debug: str = "",
+) -> None:
     """Waits for all ranks."""
     if dist.is_initialized():
         dist.barrier(group)
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Prints on rank 0 the collectives of all engines with `comms_logger`, and how long this process waited for them.
+    """Prints on rank 0 the collectives of all engines with `comms_logger`, and how long
+    this process waited for them.
 
     *Collective:* every rank; sends a few bytes.
 
     Args:
         show_straggler: whether to print also the shortest and longest wait of any rank.
-        return_dict: whether to return this rank's numbers: `{"summary": {collective: {bytes: {"count": …}}}, …}`.
+        return_dict: whether to return this rank's numbers:
+            `{"summary": {collective: {bytes: {"count": …}}}, …}`.
     """
     log = merged([engine.comms_log for engine in ENGINES if engine.comms_log is not None])
-    waited = collectives.exchange(dict(log.waited), process_group.job()) if show_straggler else [log.waited]
+    waited = (
+        collectives.exchange(dict(log.waited), process_group.job())
+        if show_straggler
+        else [log.waited]
+    )
     if get_rank() == 0:
         for table in log.tables(waited):
             print(as_text(table), flush=True)
         if not log.counts:
-            print("nothing was logged: comms_logger.enabled of an engine's configuration switches it on", flush=True)
+            print(
+                "nothing was logged: comms_logger.enabled of an engine's configuration switches it "
+                "on",
+                flush=True,
+            )
     barrier()
     return log.as_dict() if return_dict else None
 
@@ -113,10 +135,16 @@ def reset_log() -> None:
 
 
 def configure(
-    deepspeed_config: Any = None, enabled: bool | None = None, prof_all: bool | None = None, prof_ops: Any = None,
-    verbose: bool | None = None, debug: bool | None = None,
-) -> None:  # fmt: skip
-    """Does nothing: `comms_logger` of an engine's configuration switches the log on, when the engine is made."""
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Any = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Does nothing: `comms_logger` of an engine's configuration switches the log on,
+    when the engine is made.
+    """
 
 
 def get_local_rank() -> int:
@@ -161,15 +189,25 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
     return dist.device_mesh.init_device_mesh(device, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
-def all_gather_coalesced(output_tensors: Any, input_tensors: Any, group: Any = None, async_op: bool = False) -> Any:
-    """Gathers several tensors of all ranks, each into one flat tensor. *Collective:* every rank of the group."""
+def all_gather_coalesced(
+    output_tensors: Any, input_tensors: Any, group: Any = None, async_op: bool = False
+) -> Any:
+    """Gathers several tensors of all ranks, each into one flat tensor. *Collective:*
+    every rank of the group.
+    """
     return _together([_plain("all_gather_into_tensor")(o, i, group=group, async_op=True)
                       for o, i in zip(output_tensors, input_tensors, strict=True)], async_op)  # fmt: skip
 
 
-def all_reduce_coalesced(tensors: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    """Sums several tensors over all ranks, in place. *Collective:* every rank of the group."""
-    return _together([dist.all_reduce(x, op=op, group=group, async_op=True) for x in tensors], async_op)
+def all_reduce_coalesced(
+    tensors: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    """Sums several tensors over all ranks, in place. *Collective:* every rank of the
+    group.
+    """
+    return _together(
+        [dist.all_reduce(x, op=op, group=group, async_op=True) for x in tensors], async_op
+    )
 
 
 class _Works:
@@ -198,32 +236,68 @@ _OF_LOG = {"prof": False, "log_name": "", "debug": ""}
 
 
 def _plain(name: str) -> Any:
-    """torch's function with DeepSpeed's names of arguments, torch's, and those for DeepSpeed's log, which change nothing."""
+    """torch's function with DeepSpeed's names of arguments, torch's, and those for
+    DeepSpeed's log, which change nothing.
+    """
     function, renamed = getattr(dist, name), _NAMES.get(name, {})
     theirs = {new: old for old, new in renamed.items()}
-    given = [p.replace(name=renamed.get(p.name, p.name)) for p in inspect.signature(function).parameters.values()]
-    of_log = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=x) for n, x in _OF_LOG.items()]
-    first, last = ([p for p in given if p.name.startswith("group_") is is_last] for is_last in (False, True))
+    given = [
+        p.replace(name=renamed.get(p.name, p.name))
+        for p in inspect.signature(function).parameters.values()
+    ]
+    of_log = [
+        inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=x)
+        for n, x in _OF_LOG.items()
+    ]
+    first, last = (
+        [p for p in given if p.name.startswith("group_") is is_last] for is_last in (False, True)
+    )
     known = inspect.Signature([*first, *of_log, *(p.replace(kind=p.KEYWORD_ONLY) for p in last)])
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = known.bind(*args, **{renamed.get(key, key): value for key, value in kwargs.items()}).arguments
-        return function(**{theirs.get(key, key): value for key, value in bound.items() if key not in _OF_LOG})
+        bound = known.bind(
+            *args, **{renamed.get(key, key): value for key, value in kwargs.items()}
+        ).arguments
+        return function(
+            **{theirs.get(key, key): value for key, value in bound.items() if key not in _OF_LOG}
+        )
 
     call.__signature__ = known  # type: ignore[attr-defined]
     return call
 
 
 _COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "broadcast",
-    "broadcast_object_list", "gather", "irecv", "isend", "monitored_barrier", "recv", "reduce", "reduce_scatter",
-    "reduce_scatter_tensor", "scatter", "send",
-)  # fmt: skip
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
 _SAME = {
-    "allgather_fn": "all_gather_into_tensor", "reduce_scatter_fn": "reduce_scatter_tensor", "inference_all_reduce": "all_reduce",
-}  # fmt: skip
-_HAS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce_coalesced", "coalescing_manager")
+    "allgather_fn": "all_gather_into_tensor",
+    "reduce_scatter_fn": "reduce_scatter_tensor",
+    "inference_all_reduce": "all_reduce",
+}
+_HAS = (
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_reduce_coalesced",
+    "coalescing_manager",
+)
 globals().update({name: _plain(name) for name in _COLLECTIVES})
 globals().update({name: _plain(of) for name, of in _SAME.items()})
 globals().update({f"has_{name}": lambda: True for name in _HAS})

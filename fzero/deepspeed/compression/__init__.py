@@ -1,4 +1,6 @@
-"""`deepspeed.compression`: quantization, pruning and layer reduction under DeepSpeed's names; see docs/compression.md."""
+"""`deepspeed.compression`: quantization, pruning and layer reduction under DeepSpeed's
+names; see docs/compression.md.
+"""
 
 from __future__ import annotations
 

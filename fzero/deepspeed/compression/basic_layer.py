@@ -1,6 +1,8 @@
-"""`deepspeed.compression.basic_layer`: layer classes by DeepSpeed's names, for `isinstance`. No module is replaced here.
+"""`deepspeed.compression.basic_layer`: layer classes by DeepSpeed's names, for
+`isinstance`. No module is replaced here.
 
-An ordinary module counts as one of these: `isinstance(nn.Linear(2, 2), LinearLayer_Compress)`.
+An ordinary module counts as one of these:
+`isinstance(nn.Linear(2, 2), LinearLayer_Compress)`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`deepspeed.compression.compress`: before training `init_compression`, after it `redundancy_clean`."""
+"""`deepspeed.compression.compress`: before training `init_compression`, after it
+`redundancy_clean`.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,16 @@ Source = Mapping[str, Any] | str | Config
 
 
 def init_compression(
-    model: nn.Module, deepspeed_config: Source, teacher_model: nn.Module | None = None, mpu: Any = None
+    model: nn.Module,
+    deepspeed_config: Source,
+    teacher_model: nn.Module | None = None,
+    mpu: Any = None,
 ) -> nn.Module:
-    """Prepares a model for compressed training, and returns it. Its modules stay; trained scores, masks and ranges are added.
+    """Prepares a model for compressed training, and returns it. Its modules stay;
+    trained scores, masks and ranges are added.
 
-    *Collective* with `layer_reduction` where `zero.Init` has divided a model: every rank; both models are gathered whole.
+    *Collective* with `layer_reduction` where `zero.Init` has divided a model: every
+    rank; both models are gathered whole.
 
     Args:
         model: also one that `zero.Init` has divided, which stays so.
@@ -38,7 +45,10 @@ def init_compression(
     """
     _check_mpu(mpu)
     cfg = Config.load(_block(deepspeed_config))
-    params = [*model.parameters(), *(teacher_model.parameters() if teacher_model is not None else ())]
+    params = [
+        *model.parameters(),
+        *(teacher_model.parameters() if teacher_model is not None else ()),
+    ]
     block = cfg.compression_training or CompressionTraining()
     inside: Any = gathered(params, 0) if block.layer_reduction.enabled else shaped(model)
     with inside:
@@ -46,13 +56,18 @@ def init_compression(
     return model
 
 
-def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: Any = None) -> nn.Module:
-    """A copy of a model with its compression made permanent, and smaller matrices where `related_modules` says so.
+def redundancy_clean(
+    model: nn.Module | Engine, deepspeed_config: Source, mpu: Any = None
+) -> nn.Module:
+    """A copy of a model with its compression made permanent, and smaller matrices where
+    `related_modules` says so.
 
-    DeepSpeed changes the model itself; use what this returns. *Collective* for a divided model, and an engine's: every rank.
+    DeepSpeed changes the model itself; use what this returns. *Collective* for a
+    divided model, and an engine's: every rank.
 
     Args:
-        model: one after `init_compression`, on its own or under an engine; or an engine.
+        model: one after `init_compression`, on its own or under an engine; or an
+            engine.
         deepspeed_config: that of `init_compression`.
         mpu: must be None.
     """
@@ -65,8 +80,8 @@ def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: A
         if not Config.load(_block(deepspeed_config)).compresses:
             return module
         raise ConfigError(
-            "redundancy_clean: needs a model after init_compression, got one without its plan; call init_compression before "
-            "training"
+            "redundancy_clean: needs a model after init_compression, got one without its plan; "
+            "call init_compression before training"
         )
     if engine is None:
         with gathered(module.parameters(), None):
@@ -76,12 +91,18 @@ def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: A
         return shrunk(module, weights)
 
 
-def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Source) -> None:
-    """Copies the layers of a teacher that the block `layer_reduction` names into a student, buffers included."""
+def student_initialization(
+    student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Source
+) -> None:
+    """Copies the layers of a teacher that the block `layer_reduction` names into a
+    student, buffers included.
+    """
     block = Config.load(_block(deepspeed_config)).compression_training or CompressionTraining()
     with gathered([*student_model.parameters(), *teacher_model.parameters()], 0):
         student_model.load_state_dict(
-            start_of_student(student_model.state_dict(), teacher_model.state_dict(), block.layer_reduction)
+            start_of_student(
+                student_model.state_dict(), teacher_model.state_dict(), block.layer_reduction
+            )
         )
 
 
@@ -96,5 +117,6 @@ def _block(source: Source) -> Source:
 def _check_mpu(mpu: Any) -> None:
     if mpu is not None:
         raise ValueError(
-            f"mpu: must be None, because no rank is model-parallel, got {type(mpu).__name__}; leave it out"
+            f"mpu: must be None, because no rank is model-parallel, got {type(mpu).__name__}; "
+            f"leave it out"
         )

@@ -1,4 +1,6 @@
-"""`deepspeed.compression.scheduler`: when techniques begin is a function of the number of updates here."""
+"""`deepspeed.compression.scheduler`: when techniques begin is a function of the number
+of updates here.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ __all__ = ["compression_scheduler"]
 
 
 class compression_scheduler:
-    """Has no effect: a step knows the number of its updates, and a technique is on from its offset on.
+    """Has no effect: a step knows the number of its updates, and a technique is on from
+    its offset on.
 
     Attributes:
         training_steps: the number of calls of `step`.

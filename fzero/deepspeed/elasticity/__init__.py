@@ -26,25 +26,33 @@ def elasticity_enabled(ds_config: dict[str, Any]) -> bool:
 
 
 def compute_elastic_config(
-    ds_config: dict[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
+    ds_config: dict[str, Any],
+    target_deepspeed_version: str,
+    world_size: int = 0,
+    return_microbatch: bool = False,
 ) -> tuple[int, list[int]] | tuple[int, list[int], int]:
-    """(Samples of a step, numbers of data-parallel ranks that can train it[, samples of a rank's micro-step]).
+    """(Samples of a step, numbers of data-parallel ranks that can train it[, samples of
+    a rank's micro-step]).
 
-    `world_size` stands for both numbers of DeepSpeed's formulas: the GPUs, of which `model_parallel_size` make a data-parallel
-    rank, and the data-parallel ranks, which must be among those that can train the batch.
+    `world_size` stands for both numbers of DeepSpeed's formulas: the GPUs, of which
+    `model_parallel_size` make a data-parallel rank, and the data-parallel ranks, which
+    must be among those that can train the batch.
 
     Args:
         ds_config: with the block `elasticity`.
         target_deepspeed_version: ignored.
         world_size: the number of ranks; 0 takes `WORLD_SIZE` where one is needed.
-        return_microbatch: whether the third number is returned without a `world_size`, too.
+        return_microbatch: whether the third number is returned without a `world_size`,
+            too.
 
     Raises:
         ElasticityConfigError: the block is missing, off or invalid.
         ElasticityIncompatibleWorldSize: the number of ranks cannot train the batch.
     """
     if not elasticity_enabled(ds_config):
-        raise ElasticityConfigError("elasticity.enabled: must be true, got none; add the block to the configuration")
+        raise ElasticityConfigError(
+            "elasticity.enabled: must be true, got none; add the block to the configuration"
+        )
     block = {"version": 0.2, **ds_config[ELASTICITY]}
     try:
         keys = Config.load({ELASTICITY: block | {"ignore_non_elastic_batch_info": True}}).elasticity
@@ -65,20 +73,26 @@ def compute_elastic_config(
             return *found, batch.steps_on(num_ranks)[0]
         assert keys.micro_batch_sizes is not None
         larger = keys.prefer_larger_batch
-        return *found, micro_batch_of_gpus(found[0], keys.micro_batch_sizes, num_ranks, prefer_larger=larger)
+        return *found, micro_batch_of_gpus(
+            found[0], keys.micro_batch_sizes, num_ranks, prefer_larger=larger
+        )
     except ValueError as error:
         raise ElasticityIncompatibleWorldSize(str(error)) from None
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any]) -> None:
-    """Raises unless the block is that of the scheduler of the job (`DEEPSPEED_ELASTICITY_CONFIG`), where there is one."""
+    """Raises unless the block is that of the scheduler of the job
+    (`DEEPSPEED_ELASTICITY_CONFIG`), where there is one.
+    """
     planned = os.environ.get(DEEPSPEED_ELASTICITY_CONFIG)
-    for key in ("max_train_batch_size", "micro_batch_sizes", "version") if planned is not None else ():
+    for key in (
+        ("max_train_batch_size", "micro_batch_sizes", "version") if planned is not None else ()
+    ):
         there, here = json.loads(planned or "{}").get(key), runtime_elastic_config_dict.get(key)
         if there != here:
             raise ElasticityConfigError(
-                f"elasticity.{key}: must be that of the scheduler, {there!r} ({DEEPSPEED_ELASTICITY_CONFIG}), got {here!r}; "
-                f"use the same configuration"
+                f"elasticity.{key}: must be that of the scheduler, {there!r} "
+                f"({DEEPSPEED_ELASTICITY_CONFIG}), got {here!r}; use the same configuration"
             )
 
 

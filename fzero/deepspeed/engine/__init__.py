@@ -1,1 +1,3 @@
-"""The stateful facade for DeepSpeed's scripts. Begin with `fzero.deepspeed.engine.initialize`."""
+"""The stateful facade for DeepSpeed's scripts. Begin with
+`fzero.deepspeed.engine.initialize`.
+"""

@@ -75,7 +75,7 @@ class Accessors:
     def cfg(self) -> Config:
         return self.train_step.spec.cfg
 
-    # --- device and rank -----------------------------------------------------------------------------------------
+    # --- device and rank --------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -99,19 +99,25 @@ class Accessors:
     def dp_world_size(self) -> int:
         return self.train_step.data_world_size
 
-    # --- progress ------------------------------------------------------------------------------------------------
+    # --- progress ---------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> LossScaleNumber:
-        """The factor of the next loss. Called, as in DeepSpeed, it returns the configured one, which is 0 where dynamic."""
+        """The factor of the next loss. Called, as in DeepSpeed, it returns the
+        configured one, which is 0 where dynamic.
+        """
         return LossScaleNumber(self.state.loss_scale.scale.item(), self.cfg.fp16.loss_scale)
 
     def get_global_grad_norm(self) -> float | None:
-        """The gradient norm of the last update, unscaled and before clipping; None before the first."""
+        """The gradient norm of the last update, unscaled and before clipping; None
+        before the first.
+        """
         return None if self.metrics is None else float(self.metrics.grad_norm.item())
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated: it ended an accumulation, and was not skipped for an overflow."""
+        """Whether the last `step()` updated: it ended an accumulation, and was not
+        skipped for an overflow.
+        """
         return self._is_applied
 
     def get_lr(self) -> list[float]:
@@ -131,7 +137,9 @@ class Accessors:
 
     @property
     def hyper(self) -> list[dict[str, Any]]:
-        """The param groups with parameters, in the step's order; the first, where none has any (a stage of a pipeline)."""
+        """The param groups with parameters, in the step's order; the first, where none
+        has any (a stage of a pipeline).
+        """
         return [group for group in self._groups if group["params"]] or self._groups[:1]
 
     @property
@@ -155,7 +163,8 @@ class Accessors:
         """
         if keep_vars:
             raise ValueError(
-                "module_state_dict: keep_vars must be False, got True: gathered weights are copies; leave it out"
+                "module_state_dict: keep_vars must be False, got True: gathered weights are "
+                "copies; leave it out"
             )
         frozen = self._frozen if exclude_frozen_parameters else set()
         found = {} if destination is None else destination
@@ -169,37 +178,55 @@ class Accessors:
         params = self.train_step.spec.model.named_parameters(remove_duplicate=False)
         return {name for name, param in params if not param.requires_grad}
 
-    def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The full weights in the model's dtypes, on rank 0; None on the others. *Collective:* every rank."""
+    def consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The full weights in the model's dtypes, on rank 0; None on the others.
+        *Collective:* every rank.
+        """
         step = self.active_step()
         full = step.gather(self.state, to="rank0")
         frozen = self._frozen if exclude_frozen_parameters else set()
-        like = {name: x.dtype for name, x in step.spec.model.named_parameters(remove_duplicate=False)}
-        found = {name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen}
+        like = {
+            name: x.dtype for name, x in step.spec.model.named_parameters(remove_duplicate=False)
+        }
+        found = {
+            name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen
+        }
         return found if step.rank == 0 else None
 
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict = consolidated_16bit_state_dict
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict = (
+        consolidated_16bit_state_dict
+    )
 
     @property
     def profile(self) -> Profile | None:
-        """The profile of the step that `flops_profiler` names, on rank 0; None until that step is over, and on other ranks."""
+        """The profile of the step that `flops_profiler` names, on rank 0; None until
+        that step is over, and on other ranks.
+        """
         return self._watch.profile
 
     def random_state(self) -> Mapping[str, Tensor]:
         """The random state of the process, which the module uses."""
-        return {kind: state for kind, state in random_states(self.device).items() if kind in self.state.rng}
+        return {
+            kind: state
+            for kind, state in random_states(self.device).items()
+            if kind in self.state.rng
+        }
 
     def set_random_state(self) -> None:
         set_random_states(self.state.rng, self.device)
 
-    # --- log output ----------------------------------------------------------------------------------------------
+    # --- log output -------------------------------------------------------------------------------
 
     def log_line(self, line: RenderableType) -> None:
         if self.train_step.rank == 0:
             print(line if isinstance(line, str) else as_text(line), flush=True)
 
     def _report(self, before: int) -> None:
-        """Writes monitors, `steps_per_print` and the configured tables, after the update that followed `before` others."""
+        """Writes monitors, `steps_per_print` and the configured tables, after the
+        update that followed `before` others.
+        """
         metrics, every = self.metrics, self.keys.steps_per_print
         assert metrics is not None
         if self._monitors:

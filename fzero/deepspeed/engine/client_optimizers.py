@@ -1,7 +1,9 @@
-"""`Groups`: parameter groups and update rule of a script's own optimizer, or of its list of parameters.
+"""`Groups`: parameter groups and update rule of a script's own optimizer, or of its
+list of parameters.
 
-An optimizer of `torch.optim` that is passed to the engine is never stepped: its class, hyper-parameters and groups are
-read, and converted to a transform. Later changes to `param_groups` (by a scheduler, say) are read before each update.
+An optimizer of `torch.optim` that is passed to the engine is never stepped: its class,
+hyper-parameters and groups are read, and converted to a transform. Later changes to
+`param_groups` (by a scheduler, say) are read before each update.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from fzero.optim.whole_params import WholeParams, check_shapes_do_not_matter, ch
 from fzero.plans.param_groups import ParamGroup, UserTransform
 
 _BLOCKS: dict[type[torch.optim.Optimizer], str] = {
-    cls: cls.__name__ for cls in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
+    cls: cls.__name__
+    for cls in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 }
 """The optimizer classes that fzero implements itself."""
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
@@ -45,19 +48,22 @@ class Groups(NamedTuple):
     seen: list[Hyper]
     """The live groups of the script: `params` and hyper-parameters."""
     held: frozenset[str]
-    """The names of the parameters in the groups, including frozen ones; they are trained while they require gradients."""
+    """The names of the parameters in the groups, including frozen ones; they are
+    trained while they require gradients.
+    """
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
     """The groups of a script's optimizer.
 
     Raises:
-        ConfigError: it has been stepped, has parameters that are not the model's, or its class does not work on shards.
+        ConfigError: it has been stepped, has parameters that are not the model's, or
+            its class does not work on shards.
     """
     if any(_has_stepped(entry) for entry in optimizer.state.values()):
         raise ConfigError(
-            f"optimizer: must be new, got a {type(optimizer).__name__} that has made steps and whose state would be lost; "
-            f"pass it to initialize before training"
+            f"optimizer: must be new, got a {type(optimizer).__name__} that has made steps and "
+            f"whose state would be lost; pass it to initialize before training"
         )
     _check_own_step(optimizer)
     groups = [group for group in optimizer.param_groups if group["params"]]
@@ -67,20 +73,32 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
     takers = [_taker(of_group) for of_group in names]
     if kind is not None:
         blank: Any = kind.model_validate({"type": kind.__name__})
-        blocks = [with_overrides(blank, _values(blank, group), "optimizer.param_groups") for group in groups]
-        rest = [{"params": take, **block.params.model_dump()} for take, block in zip(takers[1:], blocks[1:])]
+        blocks = [
+            with_overrides(blank, _values(blank, group), "optimizer.param_groups")
+            for group in groups
+        ]
+        rest = [
+            {"params": take, **block.params.model_dump()}
+            for take, block in zip(takers[1:], blocks[1:])
+        ]
         return Groups(blocks[0], None, rest, optimizer.param_groups, held)
     is_whole = _needs_whole_params(type(optimizer), _arguments(type(optimizer), groups[0]))
     makes = [_maker(type(optimizer), group, is_whole=is_whole) for group in groups]
-    rest = [{"params": t, "transform": m, "lr": float(g["lr"])} for t, m, g in zip(takers[1:], makes[1:], groups[1:])]
+    rest = [
+        {"params": t, "transform": m, "lr": float(g["lr"])}
+        for t, m, g in zip(takers[1:], makes[1:], groups[1:])
+    ]
     return Groups(None, makes[0], rest, optimizer.param_groups, held)
 
 
-def of_parameters(model_parameters: Iterable[Any] | None, configured: OptimizerBlock, model: nn.Module) -> Groups:
+def of_parameters(
+    model_parameters: Iterable[Any] | None, configured: OptimizerBlock, model: nn.Module
+) -> Groups:
     """The groups of a script's parameters, under the configuration's optimizer.
 
     Raises:
-        ConfigError: a parameter is not the model's, or a group has a hyper-parameter that the optimizer lacks.
+        ConfigError: a parameter is not the model's, or a group has a hyper-parameter
+            that the optimizer lacks.
     """
     if isinstance(model_parameters, str | Tensor | nn.Module):
         fix = "pass model.parameters(), or leave it out"
@@ -91,18 +109,24 @@ def of_parameters(model_parameters: Iterable[Any] | None, configured: OptimizerB
     for group in groups:
         params = group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
-    groups = [group for group in groups if group["params"]] or groups[:1]  # a pipeline's stage may have no parameters
+    # a pipeline's stage may have no parameters
+    groups = [group for group in groups if group["params"]] or groups[:1]
     names = _names_in(model, [group["params"] for group in groups], "model_parameters")
     own = [{k: v for k, v in group.items() if k not in (*_HOW, "name")} for group in groups]
-    blocks = [with_overrides(configured, values, f"model_parameters[{i}]") for i, values in enumerate(own)]
+    blocks = [
+        with_overrides(configured, values, f"model_parameters[{i}]") for i, values in enumerate(own)
+    ]
     takers = [_taker(of_group) for of_group in names]
-    rest = [{"params": take, **block.params.model_dump()} for take, block in zip(takers[1:], blocks[1:])]
+    rest = [
+        {"params": take, **block.params.model_dump()} for take, block in zip(takers[1:], blocks[1:])
+    ]
     seen = [{**group, **block.params.model_dump()} for group, block in zip(groups, blocks)]
     return Groups(blocks[0] if blocks else None, None, rest, seen, frozenset().union(*names))
 
 
 def changed(optimizers: Sequence[Any], seen: Sequence[Hyper]) -> list[Any] | None:
-    """The optimizers with the script's changes to its groups, the learning rate aside; None where nothing has changed.
+    """The optimizers with the script's changes to its groups, the learning rate aside;
+    None where nothing has changed.
 
     Raises:
         ConfigError: the optimizer does not accept a value.
@@ -111,7 +135,9 @@ def changed(optimizers: Sequence[Any], seen: Sequence[Hyper]) -> list[Any] | Non
     for index, (block, group) in enumerate(zip(optimizers, seen, strict=True)):
         if not isinstance(block, UserTransform):
             now = {k: v for k, v in _values(block, group).items() if k != "lr"}
-            if any(_plain(getattr(block.params, key)) != _plain(value) for key, value in now.items()):
+            if any(
+                _plain(getattr(block.params, key)) != _plain(value) for key, value in now.items()
+            ):
                 found[index] = with_overrides(block, now, f"optimizer.param_groups[{index}]")
     return found if any(a is not b for a, b in zip(found, optimizers)) else None
 
@@ -129,17 +155,21 @@ def plain_values(group: Hyper) -> Hyper:
 
 
 def _check_own_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raises where a script has replaced `step` on the object: it would never be called. A scheduler's wrapper is none."""
+    """Raises where a script has replaced `step` on the object: it would never be
+    called. A scheduler's wrapper is none.
+    """
     own = vars(optimizer).get("step")
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         raise ConfigError(
-            f"optimizer: must not have its step replaced on the object, which is never called, got {shown(own)}; "
-            f"use register_step_pre_hook and register_step_post_hook, or a subclass"
+            f"optimizer: must not have its step replaced on the object, which is never called, got "
+            f"{shown(own)}; use register_step_pre_hook and register_step_post_hook, or a subclass"
         )
 
 
 def _has_stepped(entry: Mapping[str, Any]) -> bool:
-    """Whether the state of a parameter is of an update, and not of the constructor, as `torch.optim.Adagrad` makes it."""
+    """Whether the state of a parameter is of an update, and not of the constructor, as
+    `torch.optim.Adagrad` makes it.
+    """
     return bool(entry.get("step", 1))
 
 
@@ -152,10 +182,14 @@ def _taker(names: Collection[str]) -> Callable[[str, Tensor], bool]:
 
 
 def _block_of(optimizer: torch.optim.Optimizer) -> type[OptimizerBlock] | None:
-    """fzero's own block for the optimizer; None where fzero does not implement its class or a flag of its groups."""
+    """fzero's own block for the optimizer; None where fzero does not implement its
+    class or a flag of its groups.
+    """
     found = next((cls for cls in type(optimizer).__mro__ if cls in _BLOCKS), None)
     if found is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(found.step):
-        return None  # torch wraps `step` in the class that is made first, so that the functions themselves may differ
+        # torch wraps `step` in the class that is made first, so that the functions themselves may
+        # differ
+        return None
     if any(group.get(flag) for group in optimizer.param_groups for flag in ("amsgrad", "maximize")):
         return None
     return OPTIMIZERS[_BLOCKS[found]]
@@ -167,7 +201,9 @@ def _values(block: OptimizerBlock, group: Hyper) -> Hyper:
     values = {key: group[key] for key in known if key in group}
     if "adam_w_mode" in known and "decoupled_weight_decay" in group:
         values["adam_w_mode"] = group["decoupled_weight_decay"]
-    return {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
+    return {
+        key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()
+    }
 
 
 def _arguments(cls: type[torch.optim.Optimizer], group: Hyper) -> Hyper:
@@ -190,13 +226,15 @@ def _needs_whole_params(cls: type[torch.optim.Optimizer], arguments: Hyper) -> b
         except Exception:  # a class may raise any error
             if issubclass(cls, torch.optim.Muon):
                 raise ConfigError(
-                    "optimizer: must not be torch.optim.Muon, which takes matrices only; give initialize no optimizer, and name "
+                    "optimizer: must not be torch.optim.Muon, which takes matrices only; give "
+                    "initialize no optimizer, and name "
                     'it in the configuration, "optimizer": {"type": "Muon"}, which has Adam for the other parameters'
                 ) from None
             raise error from None
         warnings.warn(
-            f"optimizer: {cls.__name__} works on whole parameters only, so that every rank holds all of its state, undivided, "
-            f"and each update gathers parameters and gradients; if Adafactor, Lamb or Muon will do, name it in the configuration",
+            f"optimizer: {cls.__name__} works on whole parameters only, so that every rank holds "
+            f"all of its state, undivided, and each update gathers parameters and gradients; if "
+            f"Adafactor, Lamb or Muon will do, name it in the configuration",
             ConfigWarning,
             stacklevel=5,
         )
@@ -204,24 +242,38 @@ def _needs_whole_params(cls: type[torch.optim.Optimizer], arguments: Hyper) -> b
     return False
 
 
-def _maker(cls: type[torch.optim.Optimizer], group: Hyper, *, is_whole: bool) -> Callable[[float], Transform]:
-    """A function of the learning rate that makes the class's transform with the present values of its group."""
+def _maker(
+    cls: type[torch.optim.Optimizer], group: Hyper, *, is_whole: bool
+) -> Callable[[float], Transform]:
+    """A function of the learning rate that makes the class's transform with the present
+    values of its group.
+    """
     if is_whole:
         return WholeParams(cls, lambda: _arguments(cls, group))
-    return lambda lr: torch_transform(cls, _arguments(cls, group) | ({"lr": lr} if "lr" in group else {}))
+    return lambda lr: torch_transform(
+        cls, _arguments(cls, group) | ({"lr": lr} if "lr" in group else {})
+    )
 
 
-def _names_in(model: nn.Module, groups: Sequence[Sequence[Tensor]], field: str) -> list[frozenset[str]]:
-    """The names of the parameters in each group; raises for a group that holds something else, or one parameter twice."""
+def _names_in(
+    model: nn.Module, groups: Sequence[Sequence[Tensor]], field: str
+) -> list[frozenset[str]]:
+    """The names of the parameters in each group; raises for a group that holds
+    something else, or one parameter twice.
+    """
     names = {id(param): name for name, param in model.named_parameters()}
     seen: set[int] = set()
     for param in (param for group in groups for param in group):
         if id(param) not in names:
             raise ConfigError(
-                f"{field}: must hold parameters of the model, got another tensor, of shape {tuple(param.shape)}; make it "
-                f"from model.parameters(), after the last model.to(...)"
+                f"{field}: must hold parameters of the model, got another tensor, of shape "
+                f"{tuple(param.shape)}; make it from model.parameters(), after the last "
+                f"model.to(...)"
             )
         if id(param) in seen:
-            raise ConfigError(f"{field}: must hold each parameter once, got {names[id(param)]!r} twice; remove one")
+            raise ConfigError(
+                f"{field}: must hold each parameter once, got {names[id(param)]!r} twice; remove "
+                f"one"
+            )
         seen.add(id(param))
     return [frozenset(names[id(param)] for param in group) for group in groups]

@@ -1,4 +1,6 @@
-"""`EngineKeys`: the configuration keys of the engine alone, for printing, files and data; a step does not read them."""
+"""`EngineKeys`: the configuration keys of the engine alone, for printing, files and
+data; a step does not read them.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,24 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationError, field_validator
 
 from fzero.config.config import Config, ConfigError, ConfigWarning
-from fzero.config.fields import PER_RANK, Block, Count, Elements, FolderOrFile, Number, number, problems_of
+from fzero.config.fields import (
+    PER_RANK,
+    Block,
+    Count,
+    Elements,
+    FolderOrFile,
+    Number,
+    number,
+    problems_of,
+)
 from fzero.config.files import read as read_file
 from fzero.config.unknown_keys import without_unknown
 
 
 class Monitor(Block):
-    """DeepSpeed keys `csv_monitor` and `tensorboard`: files for loss, learning rate and loss scale of each step."""
+    """DeepSpeed keys `csv_monitor` and `tensorboard`: files for loss, learning rate and
+    loss scale of each step.
+    """
 
     enabled: bool = False
     output_path: FolderOrFile = ""
@@ -26,7 +39,9 @@ class Monitor(Block):
 
 
 class WandbKeys(Block):
-    """DeepSpeed key `wandb`: the same numbers in a run of Weights & Biases; needs the package wandb."""
+    """DeepSpeed key `wandb`: the same numbers in a run of Weights & Biases; needs the
+    package wandb.
+    """
 
     enabled: bool = False
     group: str | None = None
@@ -37,9 +52,11 @@ class WandbKeys(Block):
 
 
 class CometKeys(Block):
-    """DeepSpeed key `comet`: the same numbers in an experiment of Comet; needs the package comet_ml.
+    """DeepSpeed key `comet`: the same numbers in an experiment of Comet; needs the
+    package comet_ml.
 
-    Null is Comet's own setting: from its environment variables, or its file .comet.config.
+    Null is Comet's own setting: from its environment variables, or its file
+    .comet.config.
     """
 
     enabled: bool = False
@@ -55,7 +72,9 @@ class CometKeys(Block):
 
 
 class FlopsProfilerKeys(Block):
-    """DeepSpeed key `flops_profiler`: one step of rank 0, module by module (`fzero.profiling.Profile`)."""
+    """DeepSpeed key `flops_profiler`: one step of rank 0, module by module
+    (`fzero.profiling.Profile`).
+    """
 
     enabled: bool = False
     recompute_fwd_factor: Number = 0.0
@@ -73,7 +92,9 @@ class FlopsProfilerKeys(Block):
 
 
 class CommsLoggerKeys(Block):
-    """DeepSpeed key `comms_logger`: logs collectives; `fzero.deepspeed.comm.log_summary()` prints the totals."""
+    """DeepSpeed key `comms_logger`: logs collectives;
+    `fzero.deepspeed.comm.log_summary()` prints the totals.
+    """
 
     enabled: bool = False
     verbose: bool = False
@@ -97,14 +118,26 @@ class CommsLoggerKeys(Block):
         known = {*_OPERATIONS, *_OPERATIONS.values()}
         for name in names:
             if name not in known:
-                raise ValueError(f"must name collectives ({', '.join(sorted(known))}), and {name!r} is none")
+                raise ValueError(
+                    f"must name collectives ({', '.join(sorted(known))}), and {name!r} is none"
+                )
         return names
 
 
-_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "stack", "swap", "reduce_scatter", "all_to_all")
+_COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "stack",
+    "swap",
+    "reduce_scatter",
+    "all_to_all",
+)
 _OPERATIONS = dict(zip(_COLLECTIVES, _COLLECTIVES)) | {
-    "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all",
-}  # fmt: skip
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
 """Collectives of fzero by their names and those of torch.distributed."""
 
 
@@ -118,11 +151,15 @@ class CheckpointKeys(Block):
     tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], _UPPER] = "WARN"
     """The reaction to ranks that save under different tags."""
     load_universal: bool = False
-    """Whether `load_checkpoint` takes the checkpoint that `latest_universal` names. Every checkpoint of fzero is universal."""
+    """Whether `load_checkpoint` takes the checkpoint that `latest_universal` names.
+    Every checkpoint of fzero is universal.
+    """
 
 
 class PipelineKeys(Block):
-    """DeepSpeed key `pipeline`: for the engine of a `PipelineModule`. The other keys of the module are its arguments."""
+    """DeepSpeed key `pipeline`: for the engine of a `PipelineModule`. The other keys of
+    the module are its arguments.
+    """
 
     stages: int | Literal["auto"] = "auto"
     """The number of stages; "auto" is that of the module."""
@@ -131,7 +168,9 @@ class PipelineKeys(Block):
     seed_layers: bool = False
     """No effect, as in DeepSpeed: fzero builds each layer under a seed of its own."""
     activation_checkpoint_interval: Elements = 0
-    """So many layers are run again together in the backward; 0 is the module's own number."""
+    """So many layers are run again together in the backward; 0 is the module's own
+    number.
+    """
     pipe_partitioned: bool = True
     """No effect: there is no model axis."""
     grad_partitioned: bool = True
@@ -144,7 +183,9 @@ class HybridEngineKeys(Block):
     """DeepSpeed key `hybrid_engine`: generation between updates (`engine.generate`)."""
 
     enabled: bool = False
-    """Whether `engine.module.generate` is `engine.generate`, too, and `engine.eval()` prints where the time went."""
+    """Whether `engine.module.generate` is `engine.generate`, too, and `engine.eval()`
+    prints where the time went.
+    """
     max_out_tokens: Count = 512
     """The largest number of tokens of prompt and answer."""
     inference_tp_size: Count = 1
@@ -152,7 +193,9 @@ class HybridEngineKeys(Block):
     release_inference_cache: bool = False
     """Has no effect: no memory is kept after `generate`."""
     pin_parameters: bool = True
-    """Whether stage 3 gathers all parameters once for a call; if not, each unit in each forward."""
+    """Whether stage 3 gathers all parameters once for a call; if not, each unit in each
+    forward.
+    """
     tp_gather_partition_size: Count = 8
     """Has no effect: nothing is tensor-parallel here."""
     enable_cuda_graph: bool = False
@@ -163,7 +206,8 @@ class HybridEngineKeys(Block):
     def _is_one(cls, size: int) -> int:
         if size != 1:
             raise ValueError(
-                f"must be 1, got {size}: no rank is tensor-parallel here, and each generates for its own prompts"
+                f"must be 1, got {size}: no rank is tensor-parallel here, and each generates for "
+                f"its own prompts"
             )
         return size
 
@@ -172,7 +216,9 @@ class HybridEngineKeys(Block):
     def _warns(cls, given: bool) -> bool:
         if given:
             warnings.warn(
-                "hybrid_engine.enable_cuda_graph: has no effect here; leave it out", ConfigWarning, stacklevel=2
+                "hybrid_engine.enable_cuda_graph: has no effect here; leave it out",
+                ConfigWarning,
+                stacklevel=2,
             )
         return given
 
@@ -181,17 +227,27 @@ class EngineKeys(Block):
     """The keys that `fzero.initialize` honours besides those of a step."""
 
     steps_per_print: Annotated[Count | None, _NULL_IS_NEVER, PER_RANK] = None
-    """Rank 0 prints step, skipped steps, learning rate and momentum every `steps_per_print` steps."""
+    """Rank 0 prints step, skipped steps, learning rate and momentum every
+    `steps_per_print` steps.
+    """
     wall_clock_breakdown: Annotated[bool | None, PER_RANK] = False
-    """Rank 0 prints after each step the duration of its parts, and the waits for collectives in them."""
+    """Rank 0 prints after each step the duration of its parts, and the waits for
+    collectives in them.
+    """
     memory_breakdown: Annotated[bool | None, PER_RANK] = False
-    """Rank 0 prints the plan, with the bytes of model state, when the engine is made, and memory after each part of a step."""
+    """Rank 0 prints the plan, with the bytes of model state, when the engine is made,
+    and memory after each part of a step.
+    """
     dump_state: Annotated[bool | None, PER_RANK] = False
     """Rank 0 prints the configuration and the plan when the engine is made."""
     dataloader_drop_last: bool | None = False
-    """Whether the loader of `training_data` drops samples that do not fill a batch on every rank."""
+    """Whether the loader of `training_data` drops samples that do not fill a batch on
+    every rank.
+    """
     managed_gradient_accumulation: bool | None = True
-    """Whether the engine counts micro-steps, and updates at the end of an accumulation. False: every `step()` updates."""
+    """Whether the engine counts micro-steps, and updates at the end of an accumulation.
+    False: every `step()` updates.
+    """
     csv_monitor: Annotated[Monitor, PER_RANK] = Monitor()
     tensorboard: Annotated[Monitor, PER_RANK] = Monitor()
     wandb: Annotated[WandbKeys, PER_RANK] = WandbKeys()
@@ -206,7 +262,8 @@ class EngineKeys(Block):
 def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, EngineKeys]:
     """The configuration of the step, and that of the engine.
 
-    Unknown keys that DeepSpeed ignores, such as those of the top level, are ignored with a warning, which names the nearest key.
+    Unknown keys that DeepSpeed ignores, such as those of the top level, are ignored
+    with a warning, which names the nearest key.
 
     Raises:
         ConfigError: one line per invalid field.
@@ -225,55 +282,77 @@ def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, Engin
     if isinstance(given.get("checkpoint"), Mapping):
         given["checkpoint"] = _known(given["checkpoint"])
     try:
-        keys = EngineKeys.model_validate({key: value for key, value in given.items() if value is not None})
+        keys = EngineKeys.model_validate(
+            {key: value for key, value in given.items() if value is not None}
+        )
     except ValidationError as error:
         raise ConfigError("\n".join(problems_of(error))) from None
     if keys.flops_profiler.enabled and (factor := keys.flops_profiler.recompute_fwd_factor):
         text = (
-            f"flops_profiler.recompute_fwd_factor: must be 0, got {factor:g}, which is ignored: forwards that run again in a "
-            f"backward are counted as they run; leave it out"
+            f"flops_profiler.recompute_fwd_factor: must be 0, got {factor:g}, which is ignored: "
+            f"forwards that run again in a backward are counted as they run; leave it out"
         )
         warnings.warn(text, ConfigWarning, stacklevel=3)
     return cfg, keys
 
 
 def _without_param_offload(source: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration without `offload_param` below stage 3, which DeepSpeed ignores there; a warning says so."""
+    """The configuration without `offload_param` below stage 3, which DeepSpeed ignores
+    there; a warning says so.
+    """
     zero = source.get("zero_optimization")
     if not isinstance(zero, Mapping) or not isinstance(zero.get("offload_param"), Mapping):
         return source
-    if str(zero.get("stage", 0)) not in ("0", "1", "2") or zero["offload_param"].get("device", "none") in (
+    if str(zero.get("stage", 0)) not in ("0", "1", "2") or zero["offload_param"].get(
+        "device", "none"
+    ) in (
         "none",
         "auto",
     ):
         return source
     warnings.warn(
-        f"zero_optimization.offload_param: has no effect in stage {zero.get('stage', 0)}, as in DeepSpeed, because only stage 3 "
-        f"divides parameters; set the stage to 3, or leave it out",
+        f"zero_optimization.offload_param: has no effect in stage {zero.get('stage', 0)}, as in "
+        f"DeepSpeed, because only stage 3 divides parameters; set the stage to 3, or leave it out",
         ConfigWarning,
         stacklevel=4,
     )
-    return {**source, "zero_optimization": {key: value for key, value in zero.items() if key != "offload_param"}}
+    return {
+        **source,
+        "zero_optimization": {key: value for key, value in zero.items() if key != "offload_param"},
+    }
 
 
 _CHECKPOINT_OFF = {"use_node_local_storage": False}
 """Keys of `checkpoint` that ask for other files, with the values that do not."""
-_CHECKPOINT_WRITERS = {"checkpoint_serialization": True, "writer": None, "parallel_write": {"pipeline_stage": False}}
+_CHECKPOINT_WRITERS = {
+    "checkpoint_serialization": True,
+    "writer": None,
+    "parallel_write": {"pipeline_stage": False},
+}
 """Keys of `checkpoint` that choose how files are written, with DeepSpeed's defaults."""
 
 
 def _known(block: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the block `checkpoint` that the engine honours.
 
-    Raises for others that ask for other files, and warns of those that would write them faster.
+    Raises for others that ask for other files, and warns of those that would write them
+    faster.
     """
     for key, value in block.items():
         if key in _CHECKPOINT_OFF and value not in (_CHECKPOINT_OFF[key], None):
             raise ConfigError(
-                f"checkpoint.{key}: must be {_CHECKPOINT_OFF[key]!r}, got {value!r}: checkpoints are fzero's, which load on any "
-                f"number of ranks; remove it (`fzero import-deepspeed` reads DeepSpeed's)"
+                f"checkpoint.{key}: must be {_CHECKPOINT_OFF[key]!r}, got {value!r}: checkpoints "
+                f"are fzero's, which load on any number of ranks; remove it (`fzero "
+                f"import-deepspeed` reads DeepSpeed's)"
             )
         if key in _CHECKPOINT_WRITERS and value not in (_CHECKPOINT_WRITERS[key], None):
-            text = f"checkpoint.{key}: has no effect: fzero writes checkpoints itself, a file per rank at once; leave it out"
+            text = (
+                f"checkpoint.{key}: has no effect: fzero writes checkpoints itself, a file "
+                f"per rank at once; leave it out"
+            )
             warnings.warn(text, ConfigWarning, stacklevel=4)
-    return {key: value for key, value in block.items() if key in CheckpointKeys.model_fields and value is not None}
+    return {
+        key: value
+        for key, value in block.items()
+        if key in CheckpointKeys.model_fields and value is not None
+    }

@@ -1,8 +1,10 @@
 """`constructing`: models that are divided while they are made.
 
-Inside, the parameters of every module are divided when its constructor ends, so at most the parameters of one module are whole
-on a rank. A constructor that uses the divided parameters of a child (to initialise them, or to copy from one to another) gets
-their values, and rank 0's result counts; afterwards they are divided again. Every rank runs the same constructors.
+Inside, the parameters of every module are divided when its constructor ends, so at most
+the parameters of one module are whole on a rank. A constructor that uses the divided
+parameters of a child (to initialise them, or to copy from one to another) gets their
+values, and rank 0's result counts; afterwards they are divided again. Every rank runs
+the same constructors.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ import torch
 from torch import nn
 
 from fzero.config.config import ConfigError
-from fzero.deepspeed.engine.divided_params import CONSTRUCTORS, DividedParameter, Rules, divide, gathered, hide, show
+from fzero.deepspeed.engine.divided_params import (
+    CONSTRUCTORS,
+    DividedParameter,
+    Rules,
+    divide,
+    gathered,
+    hide,
+    show,
+)
 from fzero.model.tensor_uses import SHAPES, called, needs_values
 from fzero.pipeline.module import PipelineModule
 
@@ -27,7 +37,8 @@ class _Constructor:
     """The constructor of one module.
 
     Attributes:
-        shown: the divided parameters that it has used, which may have views; they are divided again when it ends.
+        shown: the divided parameters that it has used, which may have views; they are
+            divided again when it ends.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,14 +46,21 @@ class _Constructor:
         self.shown: list[nn.Parameter] = []
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Calls a function of divided parameters, which sees their shapes, and their values if it needs them."""
+        """Calls a function of divided parameters, which sees their shapes, and their
+        values if it needs them.
+        """
         name, used = called(func)
-        found = {id(x): x for x in optree.tree_leaves((tuple(args), kwargs)) if isinstance(x, DividedParameter)}
+        found = {
+            id(x): x
+            for x in optree.tree_leaves((tuple(args), kwargs))
+            if isinstance(x, DividedParameter)
+        }
         params: list[Any] = list(found.values())
         if used in SHAPES:
             args, kwargs = optree.tree_map(_with_shape, (tuple(args), kwargs))
         elif needs_values(func, args, kwargs):
-            if name.endswith("_") and not name.endswith("__"):  # in place, so no view outlives the call
+            # in place, so no view outlives the call
+            if name.endswith("_") and not name.endswith("__"):
                 with gathered(params, 0):
                     return func(*args, **kwargs)
             show(params)
@@ -52,12 +70,18 @@ class _Constructor:
 
 
 def _with_shape(x: Any) -> Any:
-    return torch.empty((), dtype=x.dtype).expand(x.fzero_divided.shape) if isinstance(x, DividedParameter) else x
+    return (
+        torch.empty((), dtype=x.dtype).expand(x.fzero_divided.shape)
+        if isinstance(x, DividedParameter)
+        else x
+    )
 
 
 @contextmanager
 def constructing(rules: Rules) -> Iterator[None]:
-    """Inside, modules are divided as they are made. Not to be nested. *Collective:* every rank makes the same modules."""
+    """Inside, modules are divided as they are made. Not to be nested. *Collective:*
+    every rank makes the same modules.
+    """
     originals: dict[type, Any] = {}
     applies = nn.Module.apply
 
@@ -96,15 +120,19 @@ def constructing(rules: Rules) -> Iterator[None]:
                 cls.__init__ = own  # type: ignore[misc]
 
 
-def _wrapped(own: Callable[..., None], finish: Callable[[_Constructor], None]) -> Callable[..., None]:
+def _wrapped(
+    own: Callable[..., None], finish: Callable[[_Constructor], None]
+) -> Callable[..., None]:
     @functools.wraps(own)
     def construct(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if CONSTRUCTORS and CONSTRUCTORS[-1].module is module:  # a base class's, called by the constructor
+        # a base class's, called by the constructor
+        if CONSTRUCTORS and CONSTRUCTORS[-1].module is module:
             return own(module, *args, **kwargs)
         if isinstance(module, PipelineModule):
             raise ConfigError(
-                f"zero.Init: a {type(module).__name__} must be made outside, because ranks make the layers of their own stages, "
-                f"got one inside; leave zero.Init out (stages divide the parameters already)"
+                f"zero.Init: a {type(module).__name__} must be made outside, because ranks make "
+                f"the layers of their own stages, got one inside; leave zero.Init out (stages "
+                f"divide the parameters already)"
             )
         constructor = _Constructor(module)
         CONSTRUCTORS.append(constructor)

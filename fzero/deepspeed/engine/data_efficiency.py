@@ -1,7 +1,8 @@
-"""`DataSchedules`: an engine's curricula, samplers and dropped layers, under DeepSpeed's names.
+"""`DataSchedules`: an engine's curricula, samplers and dropped layers, under
+DeepSpeed's names.
 
-With g updates behind it (skipped ones included, as DeepSpeed counts `global_steps`) a forward in training mode has the sequence
-length of step g + 1, and θ(max(g − 1, 0)).
+With g updates behind it (skipped ones included, as DeepSpeed counts `global_steps`) a
+forward in training mode has the sequence length of step g + 1, and θ(max(g − 1, 0)).
 """
 
 from __future__ import annotations
@@ -21,20 +22,26 @@ from fzero.data.loader import CurriculumLoader
 from fzero.data.sampler import Admission, CurriculumSampler
 from fzero.data.schedules import Schedule
 from fzero.data.token_dropping import RandomLTD, TokenDropping
-from fzero.deepspeed.engine.data_schedulers import CurriculumScheduler, ProgressiveLayerDrop, RandomLTDScheduler
+from fzero.deepspeed.engine.data_schedulers import (
+    CurriculumScheduler,
+    ProgressiveLayerDrop,
+    RandomLTDScheduler,
+)
 
 if TYPE_CHECKING:
     from fzero.deepspeed.engine.engine import Engine
 
 Schedules = Mapping[str, Schedule]
 NOT_CONVERTED = (
-    "random_ltd: drops no tokens, as in DeepSpeed, because convert_to_random_ltd was not called; call "
-    "convert_to_random_ltd(engine, LayerClass) after initialize, or switch the block off"
+    "random_ltd: drops no tokens, as in DeepSpeed, because convert_to_random_ltd was not called; "
+    "call convert_to_random_ltd(engine, LayerClass) after initialize, or switch the block off"
 )
 
 
 class DataSchedules:
-    """The part of an engine for the blocks `curriculum_learning`, `data_efficiency` and `progressive_layer_drop`."""
+    """The part of an engine for the blocks `curriculum_learning`, `data_efficiency` and
+    `progressive_layer_drop`.
+    """
 
     curriculum_scheduler_legacy: CurriculumScheduler | None = None
     """Of the block `curriculum_learning`."""
@@ -45,12 +52,15 @@ class DataSchedules:
         self.engine = engine
         block = engine.cfg.curriculum_learning
         if block is not None and block.enabled:
-            self.curriculum_scheduler_legacy = CurriculumScheduler(block.model_dump(exclude_none=True))
+            self.curriculum_scheduler_legacy = CurriculumScheduler(
+                block.model_dump(exclude_none=True)
+            )
         if self.random_ltd_enabled():
             config = self.random_ltd_config()
             if config["total_layer_num"] is None:
                 raise ConfigError(
-                    "random_ltd.total_layer_num: is required for the engine's count of layer tokens; give the number of layers"
+                    "random_ltd.total_layer_num: is required for the engine's count of layer "
+                    "tokens; give the number of layers"
                 )
             self.random_ltd_scheduler = RandomLTDScheduler(config)
 
@@ -63,7 +73,9 @@ class DataSchedules:
             self.random_ltd_scheduler.update_seq(int(self.engine.state.step) - 1)
 
     def data_arguments(self) -> dict[str, Any]:
-        """The keyword arguments that the model's forward gets in training mode, besides the script's."""
+        """The keyword arguments that the model's forward gets in training mode, besides
+        the script's.
+        """
         found: dict[str, Any] = {}
         if self.random_ltd_scheduler is not None:
             self.random_ltd_scheduler.update_seq(int(self.engine.state.step))
@@ -75,7 +87,7 @@ class DataSchedules:
             found["curriculum_seqlen"] = scheduler.update_difficulty(self.engine.global_steps + 1)
         return found
 
-    # --- the block curriculum_learning ---------------------------------------------------------------------------
+    # --- the block curriculum_learning ------------------------------------------------------------
 
     def curriculum_enabled_legacy(self) -> bool:
         return self.curriculum_scheduler_legacy is not None
@@ -83,20 +95,26 @@ class DataSchedules:
     def curriculum_params_legacy(self) -> Any:
         """The block without `enabled`; False if there is none."""
         block = self.engine.cfg.curriculum_learning
-        return False if block is None else _given(block) | {"curriculum_type": block.curriculum_type}
+        return (
+            False if block is None else _given(block) | {"curriculum_type": block.curriculum_type}
+        )
 
-    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Schedules | Schedule) -> None:
-        """Sets functions from the step, counted from 1, to the difficulty, for `schedule_type` custom.
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: Schedules | Schedule
+    ) -> None:
+        """Sets functions from the step, counted from 1, to the difficulty, for
+        `schedule_type` custom.
 
         Args:
-            schedule_func_dict: functions by metric, for the loader of `training_data`; or one function, for the block
-                `curriculum_learning`.
+            schedule_func_dict: functions by metric, for the loader of `training_data`;
+                or one function, for the block `curriculum_learning`.
         """
         if callable(schedule_func_dict):
             if self.curriculum_scheduler_legacy is None:
                 raise ConfigError(
-                    "engine.set_custom_curriculum_learning_schedule: a function needs the block curriculum_learning, which is "
-                    "not enabled; pass a mapping from metrics to functions, or enable it"
+                    "engine.set_custom_curriculum_learning_schedule: a function needs the block "
+                    "curriculum_learning, which is not enabled; pass a mapping from metrics to "
+                    "functions, or enable it"
                 )
             self.curriculum_scheduler_legacy.set_custom_get_difficulty(schedule_func_dict)
             return
@@ -105,29 +123,37 @@ class DataSchedules:
         for name in schedule_func_dict:
             if name not in known:
                 raise ConfigError(
-                    f"engine.set_custom_curriculum_learning_schedule: {name!r} must be one of the metrics {', '.join(known)}; "
-                    f"name it in curriculum_metrics"
+                    f"engine.set_custom_curriculum_learning_schedule: {name!r} must be one of the "
+                    f"metrics {', '.join(known)}; name it in curriculum_metrics"
                 )
-        admissions = {n: replace(a, schedule=schedule_func_dict.get(n, a.schedule)) for n, a in known.items()}
+        admissions = {
+            n: replace(a, schedule=schedule_func_dict.get(n, a.schedule)) for n, a in known.items()
+        }
         loader.sampler = replace(loader.sampler, admissions=admissions)
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any] | None) -> None:
-        """Sets `function(batch, sampler_state) -> batch`, which changes the batches of the loader of `training_data`.
+        """Sets `function(batch, sampler_state) -> batch`, which changes the batches of
+        the loader of `training_data`.
 
         `sampler_state["current_difficulties"]` has the difficulty of each metric.
         """
-        if post_process_func is not None or isinstance(self.engine.training_dataloader, CurriculumLoader):
-            self._curriculum_loader("set_data_post_process_func").post_process_func = post_process_func
+        if post_process_func is not None or isinstance(
+            self.engine.training_dataloader, CurriculumLoader
+        ):
+            self._curriculum_loader(
+                "set_data_post_process_func"
+            ).post_process_func = post_process_func
 
     def _curriculum_loader(self, method: str) -> CurriculumLoader:
         if not isinstance(self.engine.training_dataloader, CurriculumLoader):
             raise ConfigError(
-                f"engine.{method}: needs the loader of training_data with data_efficiency.data_sampling enabled, and there is "
-                f"none; enable the block and pass training_data to initialize, or transform batches in collate_fn"
+                f"engine.{method}: needs the loader of training_data with "
+                f"data_efficiency.data_sampling enabled, and there is none; enable the block and "
+                f"pass training_data to initialize, or transform batches in collate_fn"
             )
         return self.engine.training_dataloader
 
-    # --- the block data_efficiency -------------------------------------------------------------------------------
+    # --- the block data_efficiency ----------------------------------------------------------------
 
     def data_efficiency_enabled(self) -> bool:
         return efficiency_of(self.engine.cfg).enabled
@@ -159,7 +185,7 @@ class DataSchedules:
         found = block.model_dump() | {"random_ltd_layer_num": number}
         return found | {"global_batch_size": sizes.train or 0, "micro_batch_size": sizes.micro or 0}
 
-    # --- the block progressive_layer_drop ------------------------------------------------------------------------
+    # --- the block progressive_layer_drop ---------------------------------------------------------
 
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
@@ -215,15 +241,19 @@ def dropping_of_block(cfg: Config, model: nn.Module, kind: type[nn.Module]) -> T
     block = efficiency.data_routing.random_ltd
     if not efficiency.drops_tokens or block.random_ltd_schedule is None:
         raise ConfigError(
-            "convert_to_random_ltd: needs data_efficiency, data_routing and random_ltd enabled, and one is not; enable them"
+            "convert_to_random_ltd: needs data_efficiency, data_routing and random_ltd enabled, "
+            "and one is not; enable them"
         )
     order: Literal["batch_seq", "seq_batch"] = (
         "batch_seq" if block.hidden_state_order == "batch_seq_dim" else "seq_batch"
     )
     ltd = RandomLTD(
-        block.random_ltd_layer_id, block.random_ltd_schedule.schedule(), block.model_mask_name, order=order,
+        block.random_ltd_layer_id,
+        block.random_ltd_schedule.schedule(),
+        block.model_mask_name,
+        order=order,
         seed=efficiency.seed,
-    )  # fmt: skip
+    )
     try:
         return ltd.plan(model, kind)
     except ValueError as error:
@@ -250,8 +280,9 @@ def sampler_of(cfg: Config, num_samples: int) -> CurriculumSampler:
 def _admission(name: str, block: blocks.CurriculumMetric) -> Admission:
     def unset(step: int) -> int:
         raise ConfigError(
-            f"curriculum_metrics.{name}: needs a function for schedule_type 'custom', and none is set; call "
-            f"engine.set_custom_curriculum_learning_schedule({{{name!r}: function}}) before the first batch"
+            f"curriculum_metrics.{name}: needs a function for schedule_type 'custom', and none is "
+            f"set; call engine.set_custom_curriculum_learning_schedule({{{name!r}: function}}) "
+            f"before the first batch"
         )
 
     schedule = block.schedule() or unset

@@ -1,4 +1,6 @@
-"""DeepSpeed's schedulers of data efficiency, for scripts: objects with a present value around the functions of `fzero.data`."""
+"""DeepSpeed's schedulers of data efficiency, for scripts: objects with a present value
+around the functions of `fzero.data`.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,42 @@ class CurriculumScheduler:
     """The difficulty of a step, which never falls again from the largest one.
 
     Args:
-        config: `min_difficulty`, `max_difficulty`, `schedule_type` and `schedule_config`; other keys are ignored.
+        config: `min_difficulty`, `max_difficulty`, `schedule_type` and
+            `schedule_config`; other keys are ignored.
 
     Attributes:
-        state: DeepSpeed's dict, with `current_difficulty`; before the first step that is the smallest one.
+        state: DeepSpeed's dict, with `current_difficulty`; before the first step that
+            is the smallest one.
 
-    >>> config = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_linear",
-    ...           "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}}
+    >>> config = {
+    ...     "min_difficulty": 8,
+    ...     "max_difficulty": 64,
+    ...     "schedule_type": "fixed_linear",
+    ...     "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
+    ... }
     >>> scheduler = CurriculumScheduler(config)
-    >>> scheduler.get_current_difficulty(), scheduler.update_difficulty(5), scheduler.get_current_difficulty()
+    >>> (
+    ...     scheduler.get_current_difficulty(),
+    ...     scheduler.update_difficulty(5),
+    ...     scheduler.get_current_difficulty(),
+    ... )
     (8, 32, 32)
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        if config.get("schedule_type") not in (None, "fixed_linear", "fixed_root", "fixed_discrete", "custom"):
+        if config.get("schedule_type") not in (
+            None,
+            "fixed_linear",
+            "fixed_root",
+            "fixed_discrete",
+            "custom",
+        ):
             raise RuntimeError("Unsupported curriculum schedule type")
         known = {key: config[key] for key in Difficulty.model_fields if key in config}
         try:
-            self._schedule: Callable[[int], int] | None = Difficulty.model_validate(known).schedule()
+            self._schedule: Callable[[int], int] | None = Difficulty.model_validate(
+                known
+            ).schedule()
         except ValidationError as error:
             raise ConfigError("\n".join(problems_of(error, "curriculum"))) from None
         except ValueError as error:
@@ -52,7 +72,9 @@ class CurriculumScheduler:
         self.state["current_difficulty"] = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
-        """Sets the function of `schedule_type` custom: from the step, counted from 1, to its difficulty."""
+        """Sets the function of `schedule_type` custom: from the step, counted from 1,
+        to its difficulty.
+        """
         self._schedule = schedule_function
 
     def get_state(self) -> dict[str, Any]:
@@ -107,13 +129,17 @@ class RandomLTDScheduler:
         config: the block `random_ltd`, with `global_batch_size`.
 
     Attributes:
-        model_layer_num, random_ltd_layer_num: the numbers of all layers, and of those that drop tokens.
-        state: DeepSpeed's dict: `current_value` is the number of kept tokens, `consumed_layer_tokens` the layer tokens of the
-            steps up to `current_steps`.
+        model_layer_num, random_ltd_layer_num: the numbers of all layers, and of those
+            that drop tokens.
+        state: DeepSpeed's dict: `current_value` is the number of kept tokens,
+            `consumed_layer_tokens` the layer tokens of the steps up to `current_steps`.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.model_layer_num, self.random_ltd_layer_num = config["total_layer_num"], config["random_ltd_layer_num"]
+        self.model_layer_num, self.random_ltd_layer_num = (
+            config["total_layer_num"],
+            config["random_ltd_layer_num"],
+        )
         self.global_batch_size = config["global_batch_size"]
         self.config_schedule = config["random_ltd_schedule"]
         try:
@@ -125,9 +151,12 @@ class RandomLTDScheduler:
 
     def reset_to_init(self) -> None:
         self.state = {
-            "min_value": self._schedule.minimum, "max_value": self._schedule.maximum,
-            "current_value": self._schedule.minimum, "consumed_layer_tokens": 0, "current_steps": -1,
-        }  # fmt: skip
+            "min_value": self._schedule.minimum,
+            "max_value": self._schedule.maximum,
+            "current_value": self._schedule.minimum,
+            "consumed_layer_tokens": 0,
+            "current_steps": -1,
+        }
 
     def get_value(self, global_steps: int) -> int:
         """The number of kept tokens after so many updates."""
@@ -151,7 +180,10 @@ class RandomLTDScheduler:
     def layer_tokens(self, kept: int) -> int:
         """The layer tokens of one step in which dropping layers keep so many tokens."""
         full_layers = self.model_layer_num - self.random_ltd_layer_num
-        return int(self.global_batch_size * (kept * self.random_ltd_layer_num + self._schedule.maximum * full_layers))
+        return int(
+            self.global_batch_size
+            * (kept * self.random_ltd_layer_num + self._schedule.maximum * full_layers)
+        )
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
         """The layer tokens after so many steps."""
@@ -163,7 +195,9 @@ class RandomLTDScheduler:
         """Begins the step after so many updates; the same step is counted once."""
         before = self.state["current_steps"]
         if global_steps not in (before, before + 1):  # a checkpoint was loaded
-            self.state["consumed_layer_tokens"] = sum(self.layer_tokens(self._schedule(n)) for n in range(global_steps))
+            self.state["consumed_layer_tokens"] = sum(
+                self.layer_tokens(self._schedule(n)) for n in range(global_steps)
+            )
         self.state["current_value"] = self._schedule(global_steps)
         if global_steps != before:
             self.state["consumed_layer_tokens"] += self.layer_tokens(self.get_current_seq())

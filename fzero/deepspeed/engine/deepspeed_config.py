@@ -1,4 +1,6 @@
-"""`DeepSpeedConfig`: a configuration under the names of DeepSpeed's class, for scripts that ask it for keys."""
+"""`DeepSpeedConfig`: a configuration under the names of DeepSpeed's class, for scripts
+that ask it for keys.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ from fzero.deepspeed.engine.settings_table import CONSTANT, GIVEN, look_up
 from sharding.views import torch_dtype
 
 _SIZES = {
-    "train_batch_size": "train", "train_micro_batch_size_per_gpu": "micro", "gradient_accumulation_steps": "num_micro_steps",
-}  # fmt: skip
+    "train_batch_size": "train",
+    "train_micro_batch_size_per_gpu": "micro",
+    "gradient_accumulation_steps": "num_micro_steps",
+}
 _FIELDS = {
-    "zero_optimization_stage": "zero_optimization.row.number", "float16_config": "fp16", "bfloat16_config": "bf16",
-}  # fmt: skip
+    "zero_optimization_stage": "zero_optimization.row.number",
+    "float16_config": "fp16",
+    "bfloat16_config": "bf16",
+}
 """Attribute: a place in the configuration as fzero reads it."""
 _KEYS: dict[str, tuple[str, Any]] = {
     "buffer_dtype": ("data_types.buffer_dtype", None),
@@ -47,7 +53,10 @@ _KEYS: dict[str, tuple[str, Any]] = {
     "pld_enabled": ("progressive_layer_drop.enabled", False),
     "scheduler_name": ("scheduler.type", None),
     "steps_per_print": ("steps_per_print", None),
-    "torch_autocast_lower_precision_safe_modules": ("torch_autocast.lower_precision_safe_modules", None),
+    "torch_autocast_lower_precision_safe_modules": (
+        "torch_autocast.lower_precision_safe_modules",
+        None,
+    ),
 }
 """Attribute: a key as it was given, and DeepSpeed's default."""
 _OFF = dict.fromkeys(
@@ -59,11 +68,23 @@ _OFF = dict.fromkeys(
 )  # fmt: skip
 """Attributes of features that fzero does not have."""
 _OFFLOADS: dict[str, type[DeepSpeedConfigModel]] = {
-    "offload_param": DeepSpeedZeroOffloadParamConfig, "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-}  # fmt: skip
+    "offload_param": DeepSpeedZeroOffloadParamConfig,
+    "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+}
 DEEPSPEED_OPTIMIZERS = [
-    "adagrad", "adam", "adamw", "lamb", "onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd", "lion", "muon",
-]  # fmt: skip
+    "adagrad",
+    "adam",
+    "adamw",
+    "lamb",
+    "onebitadam",
+    "onebitlamb",
+    "zerooneadam",
+    "muadam",
+    "muadamw",
+    "musgd",
+    "lion",
+    "muon",
+]
 """The optimizers whose names are read in any case."""
 
 
@@ -86,31 +107,49 @@ def _optimizer_name(config: DeepSpeedConfig) -> Any:
 
 _MADE: dict[str, Callable[[Any], Any]] = {
     "aio_config": lambda self: (
-        self.cfg.aio.model_dump() | {"single_submit": False, "overlap_events": True, "use_gds": False}
+        self.cfg.aio.model_dump()
+        | {"single_submit": False, "overlap_events": True, "use_gds": False}
     ),
-    "checkpoint_tag_validation_enabled": lambda self: self.keys.checkpoint.tag_validation != "IGNORE",
+    "checkpoint_tag_validation_enabled": lambda self: (
+        self.keys.checkpoint.tag_validation != "IGNORE"
+    ),
     "checkpoint_tag_validation_fail": lambda self: self.keys.checkpoint.tag_validation == "FAIL",
     "comms_config": lambda self: SimpleNamespace(
         comms_logger_enabled=self.keys.comms_logger.enabled, comms_logger=self.keys.comms_logger
     ),
     "curriculum_params_legacy": lambda self: _block(self, "curriculum_learning"),
     "flops_profiler_config": lambda self: self.keys.flops_profiler,
-    "gradient_clipping": lambda self: look_up(self._param_dict, "gradient_clipping", self.cfg.gradient_clipping),
+    "gradient_clipping": lambda self: look_up(
+        self._param_dict, "gradient_clipping", self.cfg.gradient_clipping
+    ),
     "hybrid_engine": lambda self: self.keys.hybrid_engine,
     "monitor_config": lambda self: SimpleNamespace(
-        enabled=any(getattr(self.keys, name).enabled for name in ("csv_monitor", "tensorboard", "wandb", "comet")),
-        **{name: getattr(self.keys, name) for name in ("csv_monitor", "tensorboard", "wandb", "comet")},
+        enabled=any(
+            getattr(self.keys, name).enabled
+            for name in ("csv_monitor", "tensorboard", "wandb", "comet")
+        ),
+        **{
+            name: getattr(self.keys, name)
+            for name in ("csv_monitor", "tensorboard", "wandb", "comet")
+        },
     ),
     "optimizer_name": _optimizer_name,
     "pipeline": lambda self: (
-        self.keys.pipeline.model_dump(exclude={"use_reentrant"}) | look_up(self._param_dict, "pipeline", {})
+        self.keys.pipeline.model_dump(exclude={"use_reentrant"})
+        | look_up(self._param_dict, "pipeline", {})
     ),
     "pld_params": lambda self: _block(self, "progressive_layer_drop"),
-    "sparse_attention": lambda self: None if self.cfg.sparse_attention is None else self.cfg.sparse_attention.as_read(),
-    "torch_autocast_dtype": lambda self: (
-        torch_dtype(self.cfg.torch_autocast.dtype) if look_up(self._param_dict, "torch_autocast.dtype", None) else None
+    "sparse_attention": lambda self: (
+        None if self.cfg.sparse_attention is None else self.cfg.sparse_attention.as_read()
     ),
-    "wall_clock_breakdown": lambda self: self.keys.wall_clock_breakdown or self.keys.flops_profiler.enabled,
+    "torch_autocast_dtype": lambda self: (
+        torch_dtype(self.cfg.torch_autocast.dtype)
+        if look_up(self._param_dict, "torch_autocast.dtype", None)
+        else None
+    ),
+    "wall_clock_breakdown": lambda self: (
+        self.keys.wall_clock_breakdown or self.keys.flops_profiler.enabled
+    ),
 }
 
 
@@ -119,18 +158,22 @@ class DeepSpeedConfig:
 
     Attributes:
         cfg, keys: the configuration as fzero reads it, for the step and for the engine.
-        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: those that are missing are inferred.
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps:
+            those that are missing are inferred.
         zero_config: the block `zero_optimization` as DeepSpeed's model.
 
-    Other attributes are those of DeepSpeed's class that fzero has an answer for, and the fields of `cfg`.
+    Other attributes are those of DeepSpeed's class that fzero has an answer for, and
+    the fields of `cfg`.
 
     Args:
         config: a dict, or the path of a file.
         mpu, mesh_device: know the number of data-parallel ranks.
-        engine: the engine whose configuration it is; its present batch sizes count, and no attribute can be set.
+        engine: the engine whose configuration it is; its present batch sizes count, and
+            no attribute can be set.
 
     Raises:
-        ConfigError: the configuration is invalid, or its batch sizes do not fit the number of ranks.
+        ConfigError: the configuration is invalid, or its batch sizes do not fit the
+            number of ranks.
     """
 
     def __init__(
@@ -165,7 +208,10 @@ class DeepSpeedConfig:
     def zero_config(self) -> DeepSpeedZeroConfig:
         block = self._param_dict.get("zero_optimization", {})
         if isinstance(block, Mapping):
-            block = {**_known(DeepSpeedZeroConfig, block), "stage": self.cfg.zero_optimization.row.number}
+            block = {
+                **_known(DeepSpeedZeroConfig, block),
+                "stage": self.cfg.zero_optimization.row.number,
+            }
             for name, model in _OFFLOADS.items():
                 if isinstance(block.get(name), Mapping):
                     block[name] = _known(model, block[name])
@@ -182,8 +228,9 @@ class DeepSpeedConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__dict__.get("_engine") is not None:
             raise AttributeError(
-                f"engine._config.{name}: cannot be set, because the engine has read its configuration; set the key before "
-                f"initialize, learning rates in engine.optimizer.param_groups, and batch sizes by engine.set_train_batch_size"
+                f"engine._config.{name}: cannot be set, because the engine has read its "
+                f"configuration; set the key before initialize, learning rates in "
+                f"engine.optimizer.param_groups, and batch sizes by engine.set_train_batch_size"
             )
         super().__setattr__(name, value)
 
@@ -191,7 +238,11 @@ class DeepSpeedConfig:
         if name.startswith("_") or name in ("cfg", "keys"):
             raise AttributeError(name)
         if name in _SIZES:
-            return getattr(self._sizes, _SIZES[name]) if self._engine is None else getattr(self._engine, name)()
+            return (
+                getattr(self._sizes, _SIZES[name])
+                if self._engine is None
+                else getattr(self._engine, name)()
+            )
         if name in _MADE:
             return _MADE[name](self)
         if name in _KEYS or name in GIVEN:
@@ -202,8 +253,8 @@ class DeepSpeedConfig:
             return attrgetter(_FIELDS.get(name, name))(self.cfg)
         except AttributeError:
             raise AttributeError(
-                f"DeepSpeedConfig.{name}: fzero has none; engine.config is the configuration as it was given, and "
-                f"engine.cfg as fzero reads it"
+                f"DeepSpeedConfig.{name}: fzero has none; engine.config is the configuration as it "
+                f"was given, and engine.cfg as fzero reads it"
             ) from None
 
 

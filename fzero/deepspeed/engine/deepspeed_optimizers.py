@@ -1,7 +1,9 @@
-"""Optimizers under DeepSpeed's names, and which of them a configuration names in DeepSpeed.
+"""Optimizers under DeepSpeed's names, and which of them a configuration names in
+DeepSpeed.
 
-Given to `initialize`, Adam and Adagrad become fzero's own on the state's shards, and Lion runs on them as it is. The
-configuration says where their state lives (`offload_optimizer`).
+Given to `initialize`, Adam and Adagrad become fzero's own on the state's shards, and
+Lion runs on them as it is. The configuration says where their state lives
+(`offload_optimizer`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
-    """The same, with DeepSpeed's other signature; where the state lives says the configuration (`offload_optimizer`)."""
+    """The same, with DeepSpeed's other signature; where the state lives says the
+    configuration (`offload_optimizer`).
+    """
 
     def __init__(
         self,
@@ -51,10 +55,12 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
     ) -> None:
         if not fp32_optimizer_states:
             raise ValueError(
-                "DeepSpeedCPUAdam: fp32_optimizer_states must be True, got False; bf16.bf16_optimizer_states of the "
-                "configuration says otherwise"
+                "DeepSpeedCPUAdam: fp32_optimizer_states must be True, got False; "
+                "bf16.bf16_optimizer_states of the configuration says otherwise"
             )
-        super().__init__(model_params, lr, betas, eps, weight_decay, decoupled_weight_decay=adamw_mode)
+        super().__init__(
+            model_params, lr, betas, eps, weight_decay, decoupled_weight_decay=adamw_mode
+        )
         _finish(self, bias_correction, amsgrad)
 
 
@@ -62,7 +68,10 @@ def _finish(optimizer: torch.optim.Adam, bias_correction: bool, amsgrad: bool) -
     """Puts DeepSpeed's flag into the groups, where `initialize` reads it."""
     name = type(optimizer).__name__
     if amsgrad:
-        raise ValueError(f"{name}: amsgrad must be False, as in DeepSpeed, got {amsgrad}; torch.optim.Adam has it")
+        raise ValueError(
+            f"{name}: amsgrad must be False, as in DeepSpeed, got {amsgrad}; torch.optim.Adam has "
+            f"it"
+        )
     optimizer.defaults["bias_correction"] = bias_correction
     for group in optimizer.param_groups:
         group.setdefault("bias_correction", bias_correction)
@@ -73,13 +82,15 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     is_an_engines = isinstance(optimizer.state, OptimizerState)
     if not is_an_engines and not all(group["bias_correction"] for group in optimizer.param_groups):
         raise ValueError(
-            f"{type(optimizer).__name__}.step: bias_correction must be True where the optimizer steps by itself, got False; "
-            f"give the optimizer to initialize, and call engine.step()"
+            f"{type(optimizer).__name__}.step: bias_correction must be True where the optimizer "
+            f"steps by itself, got False; give the optimizer to initialize, and call engine.step()"
         )
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion, for FP32 state: the sign of an average of gradient and momentum, and decoupled weight decay."""
+    """Lion, for FP32 state: the sign of an average of gradient and momentum, and
+    decoupled weight decay.
+    """
 
     def __init__(
         self,
@@ -123,7 +134,9 @@ class FusedLion(Lion):
 
 
 class DeepSpeedCPULion(Lion):
-    """The same, with DeepSpeed's other signature; the configuration says where its state lives (`offload_optimizer`)."""
+    """The same, with DeepSpeed's other signature; the configuration says where its
+    state lives (`offload_optimizer`).
+    """
 
     def __init__(
         self,
@@ -134,12 +147,16 @@ class DeepSpeedCPULion(Lion):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if not fp32_optimizer_states:
-            raise ValueError("DeepSpeedCPULion: fp32_optimizer_states must be True, got False; leave it out")
+            raise ValueError(
+                "DeepSpeedCPULion: fp32_optimizer_states must be True, got False; leave it out"
+            )
         super().__init__(model_params, lr, betas, weight_decay)
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """Adagrad with DeepSpeed's signature; the configuration says where its state lives (`offload_optimizer`)."""
+    """Adagrad with DeepSpeed's signature; the configuration says where its state lives
+    (`offload_optimizer`).
+    """
 
     def __init__(
         self,
@@ -152,16 +169,19 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     ) -> None:
         if amsgrad or not fp32_optimizer_states:
             raise ValueError(
-                f"DeepSpeedCPUAdagrad: amsgrad must be False and fp32_optimizer_states True, got {amsgrad} and "
-                f"{fp32_optimizer_states}; leave them out"
+                f"DeepSpeedCPUAdagrad: amsgrad must be False and fp32_optimizer_states True, got "
+                f"{amsgrad} and {fp32_optimizer_states}; leave them out"
             )
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 def configured_class(config: Mapping[str, Any], *, offloads: bool) -> type[torch.optim.Optimizer]:
-    """The class of the optimizer that DeepSpeed makes of a configuration; torch's base class where fzero has no such class.
+    """The class of the optimizer that DeepSpeed makes of a configuration; torch's base
+    class where fzero has no such class.
 
-    >>> configured_class({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, offloads=False).__name__
+    >>> configured_class(
+    ...     {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, offloads=False
+    ... ).__name__
     'AdamW'
     """
     kind = str(look_up(config, "optimizer.type", "AdamW"))
@@ -176,4 +196,8 @@ def configured_class(config: Mapping[str, Any], *, offloads: bool) -> type[torch
     if kind.lower() == "adagrad":
         return DeepSpeedCPUAdagrad if offloads else torch.optim.Adagrad
     found = None if kind.lower() in ("lamb", "muon") else getattr(torch.optim, kind, None)
-    return found if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) else torch.optim.Optimizer
+    return (
+        found
+        if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+        else torch.optim.Optimizer
+    )

@@ -1,17 +1,22 @@
-"""`DirectBackward`: a backward that the script starts itself, `loss.backward()` or `torch.autograd.backward`.
+"""`DirectBackward`: a backward that the script starts itself, `loss.backward()` or
+`torch.autograd.backward`.
 
     loss = criterion(engine(x), y)
     loss.backward()  # in fp16: engine.scale(loss).backward()
     engine.step()
 
-Autograd reports it in three places, and the first one begins the engine's backward: the node of an output of the forward, a
-saved parameter that must be gathered again, and a parameter's gradient. A callback of autograd ends it, when the last node
-has run. In between everything is as in `engine.backward`, with the same collectives in the same order, on all ranks.
+Autograd reports it in three places, and the first one begins the engine's backward: the
+node of an output of the forward, a saved parameter that must be gathered again, and a
+parameter's gradient. A callback of autograd ends it, when the last node has run. In
+between everything is as in `engine.backward`, with the same collectives in the same
+order, on all ranks.
 
-After an error of autograd the callback does not come; then the next call of the engine ends the backward (`settle`).
+After an error of autograd the callback does not come; then the next call of the engine
+ends the backward (`settle`).
 
-On a GPU autograd would run nodes in a thread of its own. The first forward of an engine switches this off for the thread that
-calls it, so that the script's backwards run where fzero's do.
+On a GPU autograd would run nodes in a thread of its own. The first forward of an engine
+switches this off for the thread that calls it, so that the script's backwards run where
+fzero's do.
 """
 
 from __future__ import annotations
@@ -30,9 +35,13 @@ from fzero.runtime.eager import ForwardBackward
 
 
 class Enters(Protocol):
-    """Makes the context of a backward: from its visits, its loss (None: not known) and whether the graph is kept."""
+    """Makes the context of a backward: from its visits, its loss (None: not known) and
+    whether the graph is kept.
+    """
 
-    def __call__(self, visits: Visits, loss: Tensor | None, *, keeps: bool) -> AbstractContextManager[object]: ...
+    def __call__(
+        self, visits: Visits, loss: Tensor | None, *, keeps: bool
+    ) -> AbstractContextManager[object]: ...
 
 
 class DirectBackward:
@@ -40,7 +49,8 @@ class DirectBackward:
 
     Args:
         enters: makes the context in which autograd runs.
-        scales: whether the loss must be multiplied by the loss scale (fp16), by `Engine.scale`.
+        scales: whether the loss must be multiplied by the loss scale (fp16), by
+            `Engine.scale`.
     """
 
     def __init__(self, enters: Enters, *, scales: bool) -> None:
@@ -53,7 +63,9 @@ class DirectBackward:
         self._loss = loss.detach()
 
     def watch(self, work: ForwardBackward, outputs: Any) -> None:
-        """Lets a backward from the outputs of a forward begin at their nodes, before modules that run again in it."""
+        """Lets a backward from the outputs of a forward begin at their nodes, before
+        modules that run again in it.
+        """
         work.forwards.begins = lambda: self._begin(work)
         if work.transfer.device.type == "cuda":
             torch.autograd.set_multithreading_enabled(False)
@@ -67,12 +79,16 @@ class DirectBackward:
                 tensor.grad_fn.register_prehook(begin_early)
 
     def _begin(self, work: ForwardBackward) -> None:
-        """Begins the engine's backward, if the one that autograd runs needs gradients of parameters."""
+        """Begins the engine's backward, if the one that autograd runs needs gradients
+        of parameters.
+        """
         if visits := running_visits(work):
             self._enter(visits)
 
     def begin(self, work: ForwardBackward) -> None:
-        """Begins the engine's backward, in which autograd brings a gradient from outside of the forwards."""
+        """Begins the engine's backward, in which autograd brings a gradient from
+        outside of the forwards.
+        """
         self._enter(running_visits(work))
 
     @property
@@ -84,8 +100,8 @@ class DirectBackward:
         loss, self._loss = self._loss, None
         if self._scales and loss is None:
             raise RuntimeError(
-                "loss.backward: in fp16 the loss must be multiplied by the loss scale, and was not; call engine.backward(loss), "
-                "or engine.scale(loss).backward()"
+                "loss.backward: in fp16 the loss must be multiplied by the loss scale, and was "
+                "not; call engine.backward(loss), or engine.scale(loss).backward()"
             )
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         with ExitStack() as stack:
@@ -99,7 +115,9 @@ class DirectBackward:
             opened.close()
 
     def settle(self) -> None:
-        """Ends a backward that an error of autograd has interrupted; its gradients are lost."""
+        """Ends a backward that an error of autograd has interrupted; its gradients are
+        lost.
+        """
         opened, self._open = self._open, None
         if opened is not None:
             try:
@@ -118,7 +136,8 @@ def _interrupted() -> NoReturn:
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
-    """The tensors in the outputs of a module: in mappings, sequences and dataclasses of any depth.
+    """The tensors in the outputs of a module: in mappings, sequences and dataclasses of
+    any depth.
 
     >>> [x.item() for x in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2), "c"]})]
     [1, 2]

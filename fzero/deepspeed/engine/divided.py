@@ -1,4 +1,5 @@
-"""`Divided`: one rank's part of a parameter that is divided before an engine exists (DeepSpeed's `zero.Init`).
+"""`Divided`: one rank's part of a parameter that is divided before an engine exists
+(DeepSpeed's `zero.Init`).
 
 Shape letters: N elements, P padded = W·S, S shard, W ranks.
 """
@@ -41,10 +42,12 @@ class Divided:
     def of(cls, full: Tensor, axis: RankAxis, *, source: int | None = 0) -> Divided:
         """This rank's part of a tensor.
 
-        *Collective* with a source: every rank; the source sends N elements to each other rank.
+        *Collective* with a source: every rank; the source sends N elements to each
+        other rank.
 
         Args:
-            full: on the device where full values are made; with a source it is overwritten by that rank's values.
+            full: on the device where full values are made; with a source it is
+                overwritten by that rank's values.
             source: the rank whose values count; None where they are equal.
         """
         full = full.detach().contiguous()
@@ -65,10 +68,16 @@ class Divided:
         return self.shard_S[: max(0, min(stop, self.numel) - start)]
 
     def start_gather(self) -> Pending:
-        """Starts to make the padded values (P). *Collective:* every rank; each sends (W-1)/W · P elements."""
-        return collectives.start_all_gather(self.shard_S.to(self.device), None, self.axis, label=INIT)
+        """Starts to make the padded values (P). *Collective:* every rank; each sends
+        (W-1)/W · P elements.
+        """
+        return collectives.start_all_gather(
+            self.shard_S.to(self.device), None, self.axis, label=INIT
+        )
 
     def full(self, pending: Pending | None = None) -> Tensor:
-        """The full values, from a gather that was started, or is now. *Collective*, as `start_gather`."""
+        """The full values, from a gather that was started, or is now. *Collective*, as
+        `start_gather`.
+        """
         padded_P = (self.start_gather() if pending is None else pending).wait()
         return padded_P[: self.numel].view(self.shape)

@@ -1,6 +1,8 @@
-"""Models whose parameters are divided before an engine exists: `divide`, `gathered`, `shaped`, `taken_over`.
+"""Models whose parameters are divided before an engine exists: `divide`, `gathered`,
+`shaped`, `taken_over`.
 
-`fzero.deepspeed.engine.constructors` divides a model while it is made. `initialize` takes the shards over, one unit at a time.
+`fzero.deepspeed.engine.constructors` divides a model while it is made. `initialize`
+takes the shards over, one unit at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.deepspeed.engine.divided import Divided
 from fzero.deepspeed.engine.param_status import mark
-from fzero.deepspeed.engine.param_views import PartitionedParameter, PartitionedParameterError, engine_of
+from fzero.deepspeed.engine.param_views import (
+    PartitionedParameter,
+    PartitionedParameterError,
+    engine_of,
+)
 from fzero.model.tensor_uses import CASTS, called, cast_to, needs_values
 from fzero.runtime.step_spec import check_same
 
@@ -59,12 +65,16 @@ class Rules(NamedTuple):
 
 
 class DividedParameter(PartitionedParameter):
-    """A parameter that is divided and not gathered now: empty, with DeepSpeed's attributes (`ds_shape`, `ds_tensor`, …)."""
+    """A parameter that is divided and not gathered now: empty, with DeepSpeed's
+    attributes (`ds_shape`, `ds_tensor`, …).
+    """
 
     fzero_divided: Divided
     fzero_rules: Rules
     fzero_cast_of: DividedParameter
-    """Of a result of `.half()` and the like: the parameter whose data it may become (`module.half()` does that)."""
+    """Of a result of `.half()` and the like: the parameter whose data it may become
+    (`module.half()` does that).
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,16 +85,21 @@ class DividedParameter(PartitionedParameter):
             to = cast_to(name, args, kwargs)
             if to is not None and to[1].type != "meta":
                 return args[0]._cast(to[0])
-        if name == "__set__" and used == "data" and getattr(args[1], "fzero_cast_of", None) is args[0]:
+        if (
+            name == "__set__"
+            and used == "data"
+            and getattr(args[1], "fzero_cast_of", None) is args[0]
+        ):
             param: Any = args[0]
             return _hold(param, args[1].fzero_divided, param.fzero_rules)
         if not needs_values(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise PartitionedParameterError(
-            f"parameter: is divided over the ranks (zero.Init) and has no values here, and {used or func} needs them; "
-            f"compute on all ranks inside `with fzero.deepspeed.zero.GatheredParameters(...)`, or with the engine that "
-            f"initialize returns"
+            f"parameter: is divided over the ranks (zero.Init) and has no values here, and "
+            f"{used or func} needs them; compute on all ranks inside `with "
+            f"fzero.deepspeed.zero.GatheredParameters(...)`, or with the engine that initialize "
+            f"returns"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DividedParameter:
@@ -92,7 +107,9 @@ class DividedParameter(PartitionedParameter):
         return twin
 
     def _cast(self, dtype: torch.dtype) -> DividedParameter:
-        """The parameter in a dtype, itself where it has that dtype; `Rules` say where its values are, on whatever device."""
+        """The parameter in a dtype, itself where it has that dtype; `Rules` say where
+        its values are, on whatever device.
+        """
         if dtype == self.dtype:
             return self
         twin = self._twin(dtype)
@@ -113,33 +130,44 @@ class DividedParameter(PartitionedParameter):
 
 
 def is_divided(param: object) -> bool:
-    """Whether a parameter is divided and belongs to no engine, also while it is shown in full."""
+    """Whether a parameter is divided and belongs to no engine, also while it is shown
+    in full.
+    """
     return isinstance(param, nn.Parameter) and "fzero_divided" in param.__dict__
 
 
 def check_not_foreign(params: Iterable[Tensor]) -> None:
-    """Raises a ConfigError for parameters that the package DeepSpeed has divided: their values are in its own objects."""
+    """Raises a ConfigError for parameters that the package DeepSpeed has divided: their
+    values are in its own objects.
+    """
     for param in params:
         if hasattr(param, "ds_param_type"):
             raise ConfigError(
                 "model: must not be divided by the package DeepSpeed, and is; make "
-                "the model inside fzero.deepspeed.zero.Init, or run the whole script with `fzero run --as-deepspeed`"
+                "the model inside fzero.deepspeed.zero.Init, or run the whole script with `fzero "
+                "run --as-deepspeed`"
             )
 
 
 def divide(params: Iterable[nn.Parameter], rules: Rules) -> None:
-    """Divides ordinary parameters: rank 0's values count. Others stay as they are: those of engines, on `meta`, without
-    elements, and of other classes.
+    """Divides ordinary parameters: rank 0's values count. Others stay as they are:
+    those of engines, on `meta`, without elements, and of other classes.
 
-    *Collective:* every rank with the same parameters; sends each in full once, and before it the shapes.
+    *Collective:* every rank with the same parameters; sends each in full once, and
+    before it the shapes.
 
     Raises:
-        MismatchError: the ranks have parameters of other shapes or dtypes, on all of them.
+        MismatchError: the ranks have parameters of other shapes or dtypes, on all of
+            them.
     """
     own = [param for param in params if _is_to_divide(param)]
     if own:
         forms = {f"parameter {index}": f"{tuple(x.shape)} {x.dtype}" for index, x in enumerate(own)}
-        check_same(rules.axis, {"zero.Init": forms}, fix="make the same modules in the same order on every rank")
+        check_same(
+            rules.axis,
+            {"zero.Init": forms},
+            fix="make the same modules in the same order on every rank",
+        )
     for param in own:
         dtype = rules.dtype if param.is_floating_point() else None
         full = param.data.to(rules.device, dtype)
@@ -149,7 +177,9 @@ def divide(params: Iterable[nn.Parameter], rules: Rules) -> None:
 
 
 def show(params: Sequence[nn.Parameter]) -> None:
-    """Gives divided parameters their values. *Collective:* every rank, in this order; each sends (W-1)/W of them."""
+    """Gives divided parameters their values. *Collective:* every rank, in this order;
+    each sends (W-1)/W of them.
+    """
     pending = [param.fzero_divided.start_gather() for param in params]  # type: ignore[attr-defined]
     for param, started in zip(params, pending, strict=True):
         divided: Divided = param.fzero_divided  # type: ignore[attr-defined]
@@ -159,9 +189,11 @@ def show(params: Sequence[nn.Parameter]) -> None:
 
 
 def hide(params: Iterable[nn.Parameter], *, source: int | None) -> None:
-    """Divides parameters again that `show` has shown, from the values that they have now.
+    """Divides parameters again that `show` has shown, from the values that they have
+    now.
 
-    *Collective* with a source: every rank, in this order; each parameter is sent in full.
+    *Collective* with a source: every rank, in this order; each parameter is sent in
+    full.
 
     Args:
         source: the rank whose values count; None keeps the shards as they were.
@@ -176,7 +208,8 @@ def hide(params: Iterable[nn.Parameter], *, source: int | None) -> None:
 
 @contextmanager
 def gathered(params: Iterable[Tensor], modifier_rank: int | None) -> Iterator[None]:
-    """Inside, divided parameters have their values; other tensors are ignored. See `GatheredParameters`.
+    """Inside, divided parameters have their values; other tensors are ignored. See
+    `GatheredParameters`.
 
     *Collective:* every rank, with the same parameters in any order.
     """
@@ -188,7 +221,8 @@ def gathered(params: Iterable[Tensor], modifier_rank: int | None) -> Iterator[No
     axis: RankAxis = found[0].fzero_divided.axis
     check_modifier(modifier_rank, axis)
     meet("zero.GatheredParameters", axis)
-    own = [param for param in found if isinstance(param, DividedParameter)]  # others are shown by an outer one
+    # others are shown by an outer one
+    own = [param for param in found if isinstance(param, DividedParameter)]
     show(own)
     before = [fingerprint(param.data) for param in found] if modifier_rank is None else []
     try:
@@ -198,7 +232,11 @@ def gathered(params: Iterable[Tensor], modifier_rank: int | None) -> Iterator[No
         raise
     if modifier_rank is None:
         now = [fingerprint(param.data) for param in found]
-        changed = [f"of ds_id {param.ds_id}" for param, a, b in zip(found, before, now, strict=True) if a != b]
+        changed = [
+            f"of ds_id {param.ds_id}"
+            for param, a, b in zip(found, before, now, strict=True)
+            if a != b
+        ]
         hide(own, source=None)
         refuse_changes(changed, axis)
         return
@@ -215,13 +253,14 @@ def check_modifier(rank: int | None, axis: RankAxis) -> None:
     """Raises unless `modifier_rank` is None or one of the ranks."""
     if rank is not None and rank not in range(axis.size):
         raise ValueError(
-            f"GatheredParameters: modifier_rank must be None or a rank from 0 to {axis.size - 1}, got {rank!r}; pass the rank "
-            f"whose values all ranks then get"
+            f"GatheredParameters: modifier_rank must be None or a rank from 0 to {axis.size - 1}, "
+            f"got {rank!r}; pass the rank whose values all ranks then get"
         )
 
 
 def check_forms(pairs: Sequence[tuple[Tensor, torch.Size]], axis: RankAxis) -> None:
-    """Raises on all ranks if a gathered parameter has got another shape on one, or a dtype of its own. *Collective:* every rank.
+    """Raises on all ranks if a gathered parameter has got another shape on one, or a
+    dtype of its own. *Collective:* every rank.
 
     Args:
         pairs: each parameter's values now, and its shape.
@@ -232,18 +271,21 @@ def check_forms(pairs: Sequence[tuple[Tensor, torch.Size]], axis: RankAxis) -> N
         for (shape, dtype), (_, own), (_, first) in zip(theirs, pairs, world[0], strict=True):
             if tuple(shape) != tuple(own):
                 raise RuntimeError(
-                    f"GatheredParameters: a parameter must keep its shape {tuple(own)}, and has got {tuple(shape)} on rank "
-                    f"{rank}; assign a new nn.Parameter to the module in its place"
+                    f"GatheredParameters: a parameter must keep its shape {tuple(own)}, and has "
+                    f"got {tuple(shape)} on rank {rank}; assign a new nn.Parameter to the module "
+                    f"in its place"
                 )
             if dtype != first:
                 raise RuntimeError(
-                    f"GatheredParameters: a parameter must have one dtype on all ranks, and is {first} on rank 0 and {dtype} "
-                    f"on rank {rank}; write to it with copy_, which keeps its dtype"
+                    f"GatheredParameters: a parameter must have one dtype on all ranks, and is "
+                    f"{first} on rank 0 and {dtype} on rank {rank}; write to it with copy_, which "
+                    f"keeps its dtype"
                 )
 
 
 def refuse_changes(changed: Sequence[str], axis: RankAxis) -> None:
-    """Raises on all ranks if one of them has changed parameters that are equal on all. *Collective:* every rank.
+    """Raises on all ranks if one of them has changed parameters that are equal on all.
+    *Collective:* every rank.
 
     Args:
         changed: the names of those that this rank has changed.
@@ -251,8 +293,9 @@ def refuse_changes(changed: Sequence[str], axis: RankAxis) -> None:
     for rank, of_rank in enumerate(collectives.exchange(list(changed), axis, label=_LEAVING)):
         if of_rank:
             raise RuntimeError(
-                f"GatheredParameters: {of_rank[0]!r} must not change while modifier_rank is None, and was changed on rank "
-                f"{rank}; pass modifier_rank={rank}, whose values all ranks then get"
+                f"GatheredParameters: {of_rank[0]!r} must not change while modifier_rank is None, "
+                f"and was changed on rank {rank}; pass modifier_rank={rank}, whose values all "
+                f"ranks then get"
             )
 
 
@@ -266,11 +309,18 @@ def fingerprint(value: Tensor) -> tuple[Any, ...]:
 
 @contextmanager
 def shaped(model: nn.Module) -> Iterator[list[Any]]:
-    """Inside, divided parameters have their shapes and no values; afterwards they are divided as before. Yields them."""
-    found: list[Any] = [param for param in model.parameters() if isinstance(param, DividedParameter)]
+    """Inside, divided parameters have their shapes and no values; afterwards they are
+    divided as before. Yields them.
+    """
+    found: list[Any] = [
+        param for param in model.parameters() if isinstance(param, DividedParameter)
+    ]
     for param in found:
         nothing = torch.full(
-            (), float("nan") if param.is_floating_point() else 0, dtype=param.dtype, device=param.device
+            (),
+            float("nan") if param.is_floating_point() else 0,
+            dtype=param.dtype,
+            device=param.device,
         )
         shape = param.fzero_divided.shape
         param.__class__ = nn.Parameter
@@ -283,11 +333,17 @@ def shaped(model: nn.Module) -> Iterator[list[Any]]:
 
 @contextmanager
 def taken_over(model: nn.Module) -> Iterator[None]:
-    """Inside, divided parameters have their shapes and no values, so that a step can be planned; its first state gathers them
-    unit by unit. Afterwards they belong to the engine; after an error they are divided as before.
+    """Inside, divided parameters have their shapes and no values, so that a step can be
+    planned; its first state gathers them unit by unit. Afterwards they belong to the
+    engine; after an error they are divided as before.
     """
-    if any(is_divided(param) and not isinstance(param, DividedParameter) for param in model.parameters()):
-        raise RuntimeError("initialize: must not be called inside GatheredParameters; call it after")
+    if any(
+        is_divided(param) and not isinstance(param, DividedParameter)
+        for param in model.parameters()
+    ):
+        raise RuntimeError(
+            "initialize: must not be called inside GatheredParameters; call it after"
+        )
     with shaped(model) as found:
         yield
         for param in found:

@@ -1,4 +1,6 @@
-"""How `zero.Init` divides a model: over which ranks, in which dtype, and where shards are until an engine takes them over."""
+"""How `zero.Init` divides a model: over which ranks, in which dtype, and where shards
+are until an engine takes them over.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,14 @@ _DEVICES = (None, "none", "cpu", "nvme")
 
 
 def rules_of(
-    source: Mapping[str, Any] | str | Path | None, *, dtype: torch.dtype | None, remote_device: Any, pins: bool
+    source: Mapping[str, Any] | str | Path | None,
+    *,
+    dtype: torch.dtype | None,
+    remote_device: Any,
+    pins: bool,
 ) -> Rules:
-    """The rules of `zero.Init`, which documents the arguments. *Collective* if no process group exists: every rank.
+    """The rules of `zero.Init`, which documents the arguments. *Collective* if no
+    process group exists: every rank.
 
     Raises:
         ConfigError: a value is not supported.
@@ -35,7 +42,9 @@ def rules_of(
     name = getattr(remote_device, "value", remote_device)
     if name not in _DEVICES:
         known = ", ".join(map(repr, _DEVICES[1:]))
-        raise ConfigError(f"remote_device: must be one of {known}, got {name!r}; pass one, or leave it out")
+        raise ConfigError(
+            f"remote_device: must be one of {known}, got {name!r}; pass one, or leave it out"
+        )
     if dtype is None and source is not None:
         on = [kind for kind in _DTYPES if _is_on(_block(given, kind).get("enabled"))]
         dtype = _DTYPES[on[0]] if on else torch.float32
@@ -44,18 +53,21 @@ def rules_of(
 
 
 def check_all_ranks(groups: Iterable[Any], mpu: Any) -> None:
-    """Raises a ConfigError unless every group is None or has all ranks, and the mpu has no model parallelism."""
+    """Raises a ConfigError unless every group is None or has all ranks, and the mpu has
+    no model parallelism.
+    """
     world = job().size
     for group in groups:
         if group is not None and group.size() != world:
             raise ConfigError(
-                f"zero.Init: its group must have all {world} ranks, got one of {group.size()}; leave it out, and "
-                f"set zero_optimization.mics_shard_size or zero_hpz_partition_size for shards within a node"
+                f"zero.Init: its group must have all {world} ranks, got one of {group.size()}; "
+                f"leave it out, and set zero_optimization.mics_shard_size or "
+                f"zero_hpz_partition_size for shards within a node"
             )
     if mpu is not None and mpu.get_data_parallel_world_size() != world:
         raise ConfigError(
-            f"mpu: must have no model parallelism, so that all {world} ranks are data-parallel, got "
-            f"{mpu.get_data_parallel_world_size()} data-parallel ranks; leave it out"
+            f"mpu: must have no model parallelism, so that all {world} ranks are data-parallel, "
+            f"got {mpu.get_data_parallel_world_size()} data-parallel ranks; leave it out"
         )
 
 
@@ -71,7 +83,9 @@ def _block(given: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _is_on(value: Any) -> bool:
-    """Whether a switch is on; `"auto"` is off, which a program is to fill in. `initialize` checks the types."""
+    """Whether a switch is on; `"auto"` is off, which a program is to fill in.
+    `initialize` checks the types.
+    """
     return str(value).lower() in ("true", "1")
 
 
@@ -88,7 +102,8 @@ def _keeper(name: str | None, path: Any, *, pins: bool) -> Callable[[Tensor], Te
     if name == "nvme":
         if path is None:
             raise ConfigError(
-                "remote_device: 'nvme' needs offload_param.nvme_path in the configuration; give it a folder"
+                "remote_device: 'nvme' needs offload_param.nvme_path in the configuration; give it "
+                "a folder"
             )
         path = Path(path).expanduser()
         path.mkdir(parents=True, exist_ok=True)
@@ -100,7 +115,9 @@ def _keeper(name: str | None, path: Any, *, pins: bool) -> Callable[[Tensor], Te
 
 
 def _in_file(shard_S: Tensor, folder: str | Path) -> Tensor:
-    """A copy in a file without a name, whose pages the kernel may write back and drop; it ends with the tensor."""
+    """A copy in a file without a name, whose pages the kernel may write back and drop;
+    it ends with the tensor.
+    """
     with tempfile.NamedTemporaryFile(dir=folder, prefix="fzero-init-") as file:
         mapped = torch.from_file(file.name, shared=True, size=shard_S.numel(), dtype=shard_S.dtype)
     return mapped.copy_(shard_S)

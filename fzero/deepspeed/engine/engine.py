@@ -6,12 +6,15 @@
         engine.backward(loss)  # or loss.backward()
         engine.step()
 
-It holds a `TrainState`, and between two updates an `AccumulationWindow`; the computation is in pure functions elsewhere, mostly
-the parts of `TrainStep`. A request that is not supported raises an error with a fix.
+It holds a `TrainState`, and between two updates an `AccumulationWindow`; the
+computation is in pure functions elsewhere, mostly the parts of `TrainStep`. A request
+that is not supported raises an error with a fix.
 
-Every rank makes the same calls in the same order. Between two calls no collective is under way: after an exception there on
-all ranks, the script may go on with the next forward. After an exception on one rank alone the job must end, because the
-others wait. After an exception inside `forward` or `backward` the gradients collected since the last update are lost.
+Every rank makes the same calls in the same order. Between two calls no collective is
+under way: after an exception there on all ranks, the script may go on with the next
+forward. After an exception on one rank alone the job must end, because the others wait.
+After an exception inside `forward` or `backward` the gradients collected since the last
+update are lost.
 """
 
 from __future__ import annotations
@@ -57,23 +60,32 @@ from fzero.storage.shard_transfer import read_later
 
 T = TypeVar("T")
 RUNS = {True: "train", False: "eval"}
-"""The names of the orders of collectives of a forward of the whole module, by its training mode."""
+"""The names of the orders of collectives of a forward of the whole module, by its
+training mode.
+"""
 
 
 class Engine(HoldsModule, nn.Module):
-    """Made by `fzero.initialize`. An `nn.Module` with the child `module`; attributes that it lacks are looked up there.
+    """Made by `fzero.initialize`. An `nn.Module` with the child `module`; attributes
+    that it lacks are looked up there.
 
     Attributes:
-        module: the script's model. Its parameters are views of the state, or `PartitionedParameter`s where they are sharded
-            (`param_views`); calling it calls the engine.
-        train_step, state: the step, and the state that it trains. The state is in host memory after `offload_states`.
-        live_optimizer: the param groups and the optimizer's state as scripts see them; None for an engine that does not train.
+        module: the script's model. Its parameters are views of the state, or
+            `PartitionedParameter`s where they are sharded (`param_views`); calling it
+            calls the engine.
+        train_step, state: the step, and the state that it trains. The state is in host
+            memory after `offload_states`.
+        live_optimizer: the param groups and the optimizer's state as scripts see them;
+            None for an engine that does not train.
         lr_scheduler: stepped after each update that was not skipped, or None.
         training_dataloader: of `training_data`, or None.
-        metrics: of the last update, or None. Its loss is NaN where the script called `loss.backward()` on a loss that the engine
-            did not see (`engine.scale` shows it).
-        comms_log: the collectives of this rank, where `comms_logger` is enabled; else None.
-        micro_steps, global_steps, global_samples, skipped_steps: as DeepSpeed counts them.
+        metrics: of the last update, or None. Its loss is NaN where the script called
+            `loss.backward()` on a loss that the engine did not see (`engine.scale`
+            shows it).
+        comms_log: the collectives of this rank, where `comms_logger` is enabled; else
+            None.
+        micro_steps, global_steps, global_samples, skipped_steps: as DeepSpeed counts
+            them.
     """
 
     def __init__(
@@ -88,18 +100,28 @@ class Engine(HoldsModule, nn.Module):
         held: frozenset[str] = frozenset(),
     ) -> None:
         nn.Module.__init__(self)
-        self.train_step, self.state, self.keys, self.live_optimizer = train_step, state, keys, optimizer
+        self.train_step, self.state, self.keys, self.live_optimizer = (
+            train_step,
+            state,
+            keys,
+            optimizer,
+        )
         self.training_dataloader, self.lr_scheduler = training_dataloader, None
         self.config, self.engine_settings = dict(config or {}), Settings(self)
         self.metrics: Metrics | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         micro_batch = train_step.spec.cfg.batch_sizes(train_step.data_world_size).micro
-        self.accumulation = Accumulation(self, steps=train_step.plan.num_micro_steps, micro_batch=micro_batch)
+        self.accumulation = Accumulation(
+            self, steps=train_step.plan.num_micro_steps, micro_batch=micro_batch
+        )
         self.open_window: AccumulationWindow | None = None
         self._has_lost = self.grads_are_reduced = self._is_applied = False
         self._lacks_loss = self._has_warned = self._runs_parts = False
-        self._followed: tuple[list[float], TrainStep, TrainStep] | None = None  # rates, a step, and it with these rates
-        self._direct = DirectBackward(self._collects_directly, scales=train_step.runtime.rules.loss.scales_loss)
+        # rates, a step, and it with these rates
+        self._followed: tuple[list[float], TrainStep, TrainStep] | None = None
+        self._direct = DirectBackward(
+            self._collects_directly, scales=train_step.runtime.rules.loss.scales_loss
+        )
         check_packages(keys)
         self._monitors = monitors(keys) if train_step.rank == 0 else []
         says, model = train_step.rank == 0, train_step.spec.model
@@ -109,20 +131,25 @@ class Engine(HoldsModule, nn.Module):
         if keys.comms_logger.enabled:
             self.comms_log = CommsLog(keys.comms_logger, self.log_line if says else None)
             self.train_step = train_step.observed(self.comms_log)
-        self.engine_tools = Tools(self, writers=self._monitors, batch_size=self.accumulation.samples())
+        self.engine_tools = Tools(
+            self, writers=self._monitors, batch_size=self.accumulation.samples()
+        )
         self.data_schedules = DataSchedules(self)
         self._hold(model, held)
         self.engine_generator, self.engine_files = Generator(self), EngineFiles(self)
 
     def train(self, mode: bool = True) -> Self:
-        """The training mode of the module. `eval()` of a hybrid engine prints where the time since the last one went."""
+        """The training mode of the module. `eval()` of a hybrid engine prints where the
+        time since the last one went.
+        """
         self.engine_generator.note_mode(trains=mode)
         return super().train(mode)
 
-    # --- a step ------------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's outputs, with their graph; without gradients, and under torch.func, nothing is saved for a backward.
+        """The module's outputs, with their graph; without gradients, and under
+        torch.func, nothing is saved for a backward.
 
         *Collective* in stage 3: every rank.
         """
@@ -132,13 +159,17 @@ class Engine(HoldsModule, nn.Module):
             kwargs |= self.data_schedules.data_arguments()
         return self._run(self.module, inputs, kwargs)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Adds the gradients of a loss to those since the last update. Returns the loss divided by the accumulation steps.
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Adds the gradients of a loss to those since the last update. Returns the loss
+        divided by the accumulation steps.
 
         *Collective:* every rank.
 
         Args:
-            loss: a scalar, computed from any forwards since the last update; the loss scale is applied here.
+            loss: a scalar, computed from any forwards since the last update; the loss
+                scale is applied here.
             retain_graph: whether another backward of the same graph will follow.
             scale_wrt_gas: False does not divide by `gradient_accumulation_steps()`.
         """
@@ -152,14 +183,17 @@ class Engine(HoldsModule, nn.Module):
             scaled = scaled_loss(step.runtime, window, scalar)
             visits = visits_of(scaled, window.work)
             with (
-                self._collects(visits, scalar, keeps=retain_graph, num_parts=parts, passing=passing),
+                self._collects(
+                    visits, scalar, keeps=retain_graph, num_parts=parts, passing=passing
+                ),
                 self.outside_grads.expected(window.work, scaled),
             ):
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
         return loss.detach() / parts
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for `engine.scale(loss).backward()`; where there is none (not fp16) the loss itself.
+        """The loss times the loss scale, for `engine.scale(loss).backward()`; where
+        there is none (not fp16) the loss itself.
 
         It counts for the next backward that the script starts.
         """
@@ -169,7 +203,9 @@ class Engine(HoldsModule, nn.Module):
         return scaled_loss(self.active_step().runtime, window, loss)
 
     def _window_for(self, where: str, loss: Tensor) -> AccumulationWindow:
-        """The window of a loss. It begins here if the script has only called parts of the module by themselves."""
+        """The window of a loss. It begins here if the script has only called parts of
+        the module by themselves.
+        """
         if self.open_window is None:
             self.active_step()
             if not self.outside_grads.are_in(loss):
@@ -180,7 +216,10 @@ class Engine(HoldsModule, nn.Module):
 
     def _check_loss(self, where: str, loss: Any) -> None:
         if self.live_optimizer is None:
-            raise CallError(f"engine.{where}: this engine has no optimizer; give initialize one, or the configuration")
+            raise CallError(
+                f"engine.{where}: this engine has no optimizer; give initialize one, or the "
+                f"configuration"
+            )
         check_loss(where, loss)
 
     @contextmanager
@@ -193,45 +232,60 @@ class Engine(HoldsModule, nn.Module):
         num_parts: int | None = None,
         passing: AbstractContextManager[None] | None = None,
     ) -> Iterator[None]:
-        """Inside, autograd runs a backward, whose gradients are added to those since the last update.
+        """Inside, autograd runs a backward, whose gradients are added to those since
+        the last update.
 
         Args:
             visits: those of the backward.
             loss: without the loss scale; None where it is not known.
             keeps: whether the graph is kept.
-            num_parts: the number of micro-steps over which the loss is a mean; None is that of an accumulation.
+            num_parts: the number of micro-steps over which the loss is a mean; None is
+                that of an accumulation.
             passing: lets it pass through other engines.
         """
         step, window = self.active_step(), self.open_window
         assert window is not None
         self.grads.take()  # gradients that the script has set to None are zero now
         self.grads_are_reduced = self.accumulation.is_syncing and self.accumulation.ends
-        if self.grads_are_reduced:  # the ranks compare the numbers of the update in its last backward
+        # the ranks compare the numbers of the update in its last backward
+        if self.grads_are_reduced:
             step = self._following()
         self._lacks_loss |= loss is None
         shown = torch.zeros((), device=self.device) if loss is None else loss
         parts = num_parts or self.accumulation.steps
-        how: dict[str, Any] = {"num_parts": parts, "is_last": self.grads_are_reduced, "keeps": keeps}
+        how: dict[str, Any] = {
+            "num_parts": parts,
+            "is_last": self.grads_are_reduced,
+            "keeps": keeps,
+        }
         known = available() if step.plan.row.shards("params") else nullcontext()
-        with known, self._guarded(), self._watch.of("backward", self.global_steps), passing or nullcontext():
+        with (
+            known,
+            self._guarded(),
+            self._watch.of("backward", self.global_steps),
+            passing or nullcontext(),
+        ):
             with going_back(step.runtime, window, visits, shown, **how) as after:
                 yield
             self.open_window = after[0]
             self.grads.show(step, after[0], are_reduced=self.grads_are_reduced)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Counts a micro-step. At the end of an accumulation, updates: clips, skips an overflow, steps the scheduler.
+        """Counts a micro-step. At the end of an accumulation, updates: clips, skips an
+        overflow, steps the scheduler.
 
         *Collective* at the end of an accumulation: every rank.
 
         Raises:
-            FloatingPointError: a gradient is not finite, and overflows are not skipped (DeepSpeed would go on with NaN); the
-                state is unchanged, and the next accumulation begins.
+            FloatingPointError: a gradient is not finite, and overflows are not skipped
+                (DeepSpeed would go on with NaN); the state is unchanged, and the next
+                accumulation begins.
         """
         self._direct.settle()
         if not self.accumulation.is_syncing:
             raise CallError(
-                "engine.step: must not be called inside no_sync, whose gradients are not reduced; call it after"
+                "engine.step: must not be called inside no_sync, whose gradients are not reduced; "
+                "call it after"
             )
         self._is_applied, updates = False, self.accumulation.ends
         if updates:
@@ -246,18 +300,19 @@ class Engine(HoldsModule, nn.Module):
         step, window, optimizer = self.active_step(), self.open_window, self.live_optimizer
         if self._has_lost:
             raise RuntimeError(
-                "engine.step: an error dropped the gradients of earlier micro-steps; call engine.zero_grad() to go on without "
-                "them"
+                "engine.step: an error dropped the gradients of earlier micro-steps; call "
+                "engine.zero_grad() to go on without them"
             )
         if optimizer is None or window is None or not window.loss_stats:
             self.live.check()  # for a loss of parts that the script called by themselves
             raise RuntimeError(
-                "engine.step: must follow a backward since the last update; call engine.backward(loss) first"
+                "engine.step: must follow a backward since the last update; call "
+                "engine.backward(loss) first"
             )
         if not self.grads_are_reduced and not step.plan.row.shards("grads"):
             raise RuntimeError(
-                "engine.step: the last backward must reduce gradients, and was inside no_sync or before the boundary; "
-                "call set_gradient_accumulation_boundary(True) before it"
+                "engine.step: the last backward must reduce gradients, and was inside no_sync or "
+                "before the boundary; call set_gradient_accumulation_boundary(True) before it"
             )
         with optimizer.stepping():
             self._make_update(window, optimizer)
@@ -272,7 +327,8 @@ class Engine(HoldsModule, nn.Module):
         overflow = list[Callable[[], int]]()
 
         def sees(outcome: Outcome) -> None:
-            # Read when the device has been given the update, so that it does not idle while the host waits.
+            # Read when the device has been given the update, so that it does not idle while the
+            # host waits.
             overflow.append(read_later(outcome.overflow) if self.cfg.skips_overflow else int)
 
         try:
@@ -286,7 +342,9 @@ class Engine(HoldsModule, nn.Module):
             self._show_buffers()
             raise
         if self._lacks_loss:
-            self.metrics = self.metrics._replace(loss=torch.full_like(self.metrics.loss, float("nan")))
+            self.metrics = self.metrics._replace(
+                loss=torch.full_like(self.metrics.loss, float("nan"))
+            )
         self.train_step, self.open_window, self._lacks_loss = step, None, False
         self._has_updated(overflow=overflow[0], num_micro_steps=len(window.loss_stats))
 
@@ -303,8 +361,8 @@ class Engine(HoldsModule, nn.Module):
         self.skipped_steps += optimizer.overflow
         if optimizer.overflow:
             self.log_line(
-                f"OVERFLOW! Rank 0 skipped the step. Attempted loss scale: {metrics.loss_scale.item():g}, "
-                f"next: {optimizer.loss_scale:g}"
+                f"OVERFLOW! Rank 0 skipped the step. Attempted loss scale: "
+                f"{metrics.loss_scale.item():g}, next: {optimizer.loss_scale:g}"
             )
 
     def _step_scheduler(self, lr_kwargs: Mapping[str, Any]) -> None:
@@ -318,7 +376,10 @@ class Engine(HoldsModule, nn.Module):
     def _following(self) -> TrainStep:
         """The step with the present numbers of the param groups."""
         step, groups = self.active_step(), self.hyper
-        rates, others = [lr_of(group) for group in groups], changed(step.runtime.updater.optimizers, groups)
+        rates, others = (
+            [lr_of(group) for group in groups],
+            changed(step.runtime.updater.optimizers, groups),
+        )
         if others is None and self._followed is not None:
             known, *same = self._followed
             if rates == known and any(step is one for one in same):
@@ -328,13 +389,17 @@ class Engine(HoldsModule, nn.Module):
         return made
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients collected since the last update; after an update there are none. Forwards stay."""
+        """Drops the gradients collected since the last update; after an update there
+        are none. Forwards stay.
+        """
         self._direct.settle()
         self._has_lost = False
         self.drop_grads(to_none=set_to_none, of="engine")
 
     def drop_grads(self, *, to_none: bool, of: Literal["engine", "optimizer"]) -> None:
-        """Drops gradients for `zero_grad` of an object; in the cases in which DeepSpeed's drops none, warns once."""
+        """Drops gradients for `zero_grad` of an object; in the cases in which
+        DeepSpeed's drops none, warns once.
+        """
         stage, window = self.train_step.plan.row.number, self.open_window
         if self.grads.given or window is None or not window.loss_stats:
             self.grads.drop(to_none=to_none)
@@ -344,30 +409,45 @@ class Engine(HoldsModule, nn.Module):
             self._has_warned = True
             says = "drops the gradients" if drops else "has no effect on the gradients"
             warnings.warn(
-                f"{of}.zero_grad: {says} since the last update in stage {stage}, where DeepSpeed's has no effect; "
-                f"leave it out: the engine begins with zeros after each update",
+                f"{of}.zero_grad: {says} since the last update in stage {stage}, where DeepSpeed's "
+                f"has no effect; leave it out: the engine begins with zeros after each update",
                 stacklevel=3,
             )
         if drops:
             self.open_window, self._lacks_loss = window._replace(loss_stats=()), False
 
-    def run_part(self, name: str, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    def run_part(
+        self, name: str, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> T:
         """Runs a submodule that the script calls by itself, on its inputs as they are."""
         self._runs_parts = True
         return self._run(function, inputs, kwargs, part=name)
 
     @property
     def repeated(self) -> ForwardBackward | None:
-        """In a backward, while a checkpoint of the script runs such a submodule again: what it runs for. Else None."""
+        """In a backward, while a checkpoint of the script runs such a submodule again:
+        what it runs for. Else None.
+        """
         if not self._runs_parts or self._is_inside or self.open_window is None:
             return None
         work = self.open_window.work
-        return work if work.status == "running" and work.forwards.of_node.run not in RUNS.values() else None
+        return (
+            work
+            if work.status == "running" and work.forwards.of_node.run not in RUNS.values()
+            else None
+        )
 
     def _run(
-        self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any], *, part: str | None = None
+        self,
+        function: Callable[..., T],
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        part: str | None = None,
     ) -> T:
-        """Runs a forward of the module, through its own `__call__` or inside it; or of a submodule, a `part`."""
+        """Runs a forward of the module, through its own `__call__` or inside it; or of
+        a submodule, a `part`.
+        """
         self._direct.settle()
         self.live.check_modules()
         step, run = self.active_step(), RUNS[self.module.training]
@@ -381,7 +461,12 @@ class Engine(HoldsModule, nn.Module):
             self._is_inside = True
             try:
                 known = available() if step.plan.row.shards("params") else nullcontext()
-                with known, nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype):
+                with (
+                    known,
+                    nullcontext()
+                    if dtype is None
+                    else torch.autocast(self.device.type, dtype=dtype),
+                ):
                     return function(*inputs, **kwargs)
             finally:
                 self._is_inside = False
@@ -392,7 +477,9 @@ class Engine(HoldsModule, nn.Module):
             step.runtime.observer.sees((inputs, kwargs), is_call=True)
         with self._watch.of("forward", self.global_steps, trains=trains):
             if not trains:
-                return self._inspect(step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func)
+                return self._inspect(
+                    step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func
+                )
             still = self._still()
             with self._guarded():
                 window = self._opened(still)
@@ -402,7 +489,9 @@ class Engine(HoldsModule, nn.Module):
             return outputs
 
     def _still(self) -> frozenset[str]:
-        """Begins to train on a micro-batch; returns the parameters that require no gradients now."""
+        """Begins to train on a micro-batch; returns the parameters that require no
+        gradients now.
+        """
         self.tput_timer.start()
         assert self.live_optimizer is not None
         self.live_optimizer.settle()
@@ -412,7 +501,9 @@ class Engine(HoldsModule, nn.Module):
         """The window since the last update, which begins here if there is none."""
         if self.open_window is None:
             step = self.train_step
-            self.open_window = window = step.begin(self.state, measures_early=not shows(step, are_reduced=True))
+            self.open_window = window = step.begin(
+                self.state, measures_early=not shows(step, are_reduced=True)
+            )
             window.work.forwards.still = still
             step.runtime.learned.holds_still |= bool(still)
             self._direct.watch(window.work, ())
@@ -420,13 +511,21 @@ class Engine(HoldsModule, nn.Module):
         return self.open_window
 
     def _takes_outside(self, name: str, grad: Tensor | None) -> bool:
-        """Takes the gradient of a parameter that a loss uses outside of the forwards; returns whether `.grad` is not for it.
+        """Takes the gradient of a parameter that a loss uses outside of the forwards;
+        returns whether `.grad` is not for it.
 
-        A script's own backward may begin here. One of another engine drops it, as it drops those of this engine's forwards.
+        A script's own backward may begin here. One of another engine drops it, as it
+        drops those of this engine's forwards.
         """
         runtime = self.train_step.runtime
-        if self.live_optimizer is None or self.is_gathered or runtime.spec.is_part or runtime.changes.views:
-            if name in self.grads.given or runtime.changes.views:  # the forward computes with other values
+        if (
+            self.live_optimizer is None
+            or self.is_gathered
+            or runtime.spec.is_part
+            or runtime.changes.views
+        ):
+            # the forward computes with other values
+            if name in self.grads.given or runtime.changes.views:
                 raise not_trained(name)
             return False
         if self.open_window is None or self.open_window.work.status == "idle":
@@ -442,10 +541,16 @@ class Engine(HoldsModule, nn.Module):
     @property
     def is_collecting(self) -> bool:
         """Whether `backward` runs."""
-        return self.open_window is not None and self.open_window.work.status == "running" and not self._direct.is_open
+        return (
+            self.open_window is not None
+            and self.open_window.work.status == "running"
+            and not self._direct.is_open
+        )
 
     @contextmanager
-    def _collects_directly(self, visits: Visits, loss: Tensor | None, *, keeps: bool) -> Iterator[None]:
+    def _collects_directly(
+        self, visits: Visits, loss: Tensor | None, *, keeps: bool
+    ) -> Iterator[None]:
         """`_collects` for a backward that the script has started."""
         with self._collects(visits, loss, keeps=keeps):
             assert self.open_window is not None
@@ -453,7 +558,9 @@ class Engine(HoldsModule, nn.Module):
             yield
 
     def _inspect(self, step: TrainStep, call: Callable[[], T], *, run: str, keeps: bool) -> T:
-        """Runs a forward without gradients; what it writes into module buffers is kept, as by a module alone."""
+        """Runs a forward without gradients; what it writes into module buffers is kept,
+        as by a module alone.
+        """
         shown = self.live_buffers
         state, statistics = self.state._replace(buffers=shown.now), step.runtime.statistics
         if not keeps:
@@ -467,13 +574,23 @@ class Engine(HoldsModule, nn.Module):
 
     @contextmanager
     def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:
-        """Inside, a backward may run through forwards of other engines, whose gradients do not change."""
-        open_ = [engine for engine in ENGINES if engine is not self and engine.open_window is not None]
+        """Inside, a backward may run through forwards of other engines, whose gradients
+        do not change.
+        """
+        open_ = [
+            engine for engine in ENGINES if engine is not self and engine.open_window is not None
+        ]
         others = {id(engine.open_window.work): engine for engine in open_}
         with ExitStack() as stack:
-            for engine in [others[id(work)] for work in works_of(loss) if id(work) in others] if others else []:
+            for engine in (
+                [others[id(work)] for work in works_of(loss) if id(work) in others]
+                if others
+                else []
+            ):
                 stack.enter_context(engine._guarded())
-                stack.enter_context(engine.train_step.passing(engine.open_window, loss, keeps=keeps))
+                stack.enter_context(
+                    engine.train_step.passing(engine.open_window, loss, keeps=keeps)
+                )
             yield
 
     @contextmanager

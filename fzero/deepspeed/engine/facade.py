@@ -1,4 +1,6 @@
-"""`Tools`: what an engine offers beside training, under DeepSpeed's names: loaders, timers, monitors, groups."""
+"""`Tools`: what an engine offers beside training, under DeepSpeed's names: loaders,
+timers, monitors, groups.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ class Tools:
     """The part of an engine that serves the script around the training.
 
     Attributes:
-        monitor: writes a script's own events where the configuration enables monitors, on rank 0.
-        timers: a script's own timers, which measure where `wall_clock_breakdown` is set.
+        monitor: writes a script's own events where the configuration enables monitors,
+            on rank 0.
+        timers: a script's own timers, which measure where `wall_clock_breakdown` is
+            set.
         tput_timer: samples per second.
         mpu: None, because all ranks are data-parallel.
     """
@@ -40,7 +44,11 @@ class Tools:
     def __init__(self, engine: Engine, *, writers: list[Writer], batch_size: int) -> None:
         self.engine = engine
         self.monitor = MonitorMaster(writers)
-        self.timers = SynchronizedWallClockTimer(engine.log_line) if engine.keys.wall_clock_breakdown else NoopTimer()
+        self.timers = (
+            SynchronizedWallClockTimer(engine.log_line)
+            if engine.keys.wall_clock_breakdown
+            else NoopTimer()
+        )
         self.tput_timer = ThroughputTimer(batch_size=batch_size)
 
     def get_wall_clock_timers(self) -> Any:
@@ -57,12 +65,15 @@ class Tools:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> Iterable[Any]:
-        """A loader of this rank's batches: shuffled where `route` is "train", in order for "predict" and "eval".
+        """A loader of this rank's batches: shuffled where `route` is "train", in order
+        for "predict" and "eval".
 
         Args:
-            dataset: with a length and indices, or one that iterates and gives each rank its own samples.
+            dataset: with a length and indices, or one that iterates and gives each rank
+                its own samples.
             batch_size: samples per rank; None is `train_micro_batch_size_per_gpu()`.
-            data_sampler: the sampler of indices; replaces the one that divides the dataset among the ranks.
+            data_sampler: the sampler of indices; replaces the one that divides the
+                dataset among the ranks.
             num_local_io_workers: worker processes; None is none.
         """
         size = self.engine.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
@@ -72,12 +83,20 @@ class Tools:
             self.engine.dataloader_drop_last(),
         )
         pins = pin_memory and self.engine.device.type == "cuda"
-        how: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_local_io_workers or 0, "pin_memory": pins}
+        how: dict[str, Any] = {
+            "collate_fn": collate_fn,
+            "num_workers": num_local_io_workers or 0,
+            "pin_memory": pins,
+        }
         if data_sampler is None and route == "train" and self.is_map_style_dataset(dataset):
-            return ResumableLoader(dataset, batch_size=size, rank=rank, world_size=world_size, drop_last=drops, **how)
+            return ResumableLoader(
+                dataset, batch_size=size, rank=rank, world_size=world_size, drop_last=drops, **how
+            )
         if data_sampler is None and self.is_map_style_dataset(dataset):
             data_sampler = DistributedSampler(dataset, world_size, rank, shuffle=False)
-        loader: Any = DataLoader(dataset, batch_size=size, sampler=data_sampler, drop_last=drops, **how)
+        loader: Any = DataLoader(
+            dataset, batch_size=size, sampler=data_sampler, drop_last=drops, **how
+        )
         loader.data_sampler = loader.sampler  # DeepSpeed's name
         return loader  # type: ignore[no-any-return]
 
@@ -93,7 +112,9 @@ class Tools:
         """Does nothing: no gathered parameter outlives a forward or a backward."""
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """Does nothing: `backward` has reduced the gradients; `step` raises where it has not."""
+        """Does nothing: `backward` has reduced the gradients; `step` raises where it
+        has not.
+        """
 
     def get_compile_time(self) -> float:
         """0: what `torch.compile` takes is part of the first forwards."""
@@ -106,7 +127,9 @@ class Tools:
 
     @property
     def optimizer(self) -> Any:
-        """Param groups to read and write, in stage 0 in fp32 the script's own; None for an engine that does not train."""
+        """Param groups to read and write, in stage 0 in fp32 the script's own; None for
+        an engine that does not train.
+        """
         return None if self.engine.live_optimizer is None else self.engine.live_optimizer.shown
 
     @property
@@ -122,8 +145,8 @@ class Tools:
     @checkpoint_engine.setter
     def checkpoint_engine(self, value: Any) -> None:
         raise AttributeError(
-            f"engine.checkpoint_engine: must not be replaced, got {shown(value)}: save_checkpoint writes fzero's own files; use "
-            f"fzero.start_save to write them in the background"
+            f"engine.checkpoint_engine: must not be replaced, got {shown(value)}: save_checkpoint "
+            f"writes fzero's own files; use fzero.start_save to write them in the background"
         )
 
     @property

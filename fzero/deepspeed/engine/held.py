@@ -1,4 +1,6 @@
-"""`show_part`: an engine has the public methods and attributes of a part that it holds, and each is the part's own."""
+"""`show_part`: an engine has the public methods and attributes of a part that it holds,
+and each is the part's own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-def show_part(engine: type, part: str, kind: type, *, also: Iterable[str] = (), but: Iterable[str] = ()) -> None:
+def show_part(
+    engine: type, part: str, kind: type, *, also: Iterable[str] = (), but: Iterable[str] = ()
+) -> None:
     """Gives the class of engines every public name of a part's class.
 
     Args:
@@ -18,7 +22,9 @@ def show_part(engine: type, part: str, kind: type, *, also: Iterable[str] = (), 
         also: names that begin with `_`, and are shown as well.
         but: names that are not shown.
     """
-    public = [name for name in [*vars(kind), *inspect.get_annotations(kind)] if not name.startswith("_")]
+    public = [
+        name for name in [*vars(kind), *inspect.get_annotations(kind)] if not name.startswith("_")
+    ]
     for name in dict.fromkeys([*public, *also]):
         if name not in vars(engine) and name not in but:
             setattr(engine, name, _shown(part, name, vars(kind).get(name)))

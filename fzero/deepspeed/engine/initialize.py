@@ -1,4 +1,6 @@
-"""`initialize`: DeepSpeed's entry point, which makes an engine from the arguments of a DeepSpeed script."""
+"""`initialize`: DeepSpeed's entry point, which makes an engine from the arguments of a
+DeepSpeed script.
+"""
 
 from __future__ import annotations
 
@@ -69,28 +71,34 @@ def initialize(
     *Collective:* every rank of the job; initialises the process group if necessary.
 
     Args:
-        args: command-line arguments, whose `deepspeed_config` is the configuration if `config` is not given.
-        model: any module. From here on its parameters are those of the engine's state (`engine.param_views`). On CUDA it is
-            moved to this rank's device. One that `zero.Init` has divided is taken over one unit at a time.
-        optimizer: a new optimizer of torch.optim with these parameters, or a function of the parameters that makes one. None
-            takes the configuration's; without that the engine does not train. Parameters outside the optimizer are not
+        args: command-line arguments, whose `deepspeed_config` is the configuration if
+            `config` is not given.
+        model: any module. From here on its parameters are those of the engine's state
+            (`engine.param_views`). On CUDA it is moved to this rank's device. One that
+            `zero.Init` has divided is taken over one unit at a time.
+        optimizer: a new optimizer of torch.optim with these parameters, or a function
+            of the parameters that makes one. None takes the configuration's; without
+            that the engine does not train. Parameters outside the optimizer are not
             trained.
-        model_parameters: the parameters of the configuration's optimizer, in the form of torch.optim; None is all of the
-            model's. They are trained while they require gradients.
-        training_data: a dataset, for which a loader is made (`fzero.deepspeed.engine.dataloader`).
-        lr_scheduler: a scheduler of the optimizer, or a function of the optimizer that makes one; stepped after each update.
-            None takes the configuration's.
+        model_parameters: the parameters of the configuration's optimizer, in the form
+            of torch.optim; None is all of the model's. They are trained while they
+            require gradients.
+        training_data: a dataset, for which a loader is made
+            (`fzero.deepspeed.engine.dataloader`).
+        lr_scheduler: a scheduler of the optimizer, or a function of the optimizer that
+            makes one; stepped after each update. None takes the configuration's.
         distributed_port: the port of rank 0, if the launcher does not set one.
         mpu: must have no model parallelism.
         dist_init_required: False raises where the process group is not initialised yet.
         collate_fn: the collate function of the loader.
-        config, config_params: a mapping in DeepSpeed's schema, the path of a file, a base64 string, or a `Config`.
+        config, config_params: a mapping in DeepSpeed's schema, the path of a file, a
+            base64 string, or a `Config`.
         mesh_param: must be (ranks, 1).
         units, schedule, checkpoint, seed: as for `make_train_step`; fzero's own.
 
     Returns:
-        (engine, optimizer, loader of `training_data`, scheduler), each None where there is none. Optimizer and scheduler are
-        to read and write.
+        (engine, optimizer, loader of `training_data`, scheduler), each None where there
+        is none. Optimizer and scheduler are to read and write.
 
     Raises:
         ConfigError: the configuration is invalid, or requests an unsupported feature.
@@ -113,13 +121,18 @@ def initialize(
         theirs = optimizer
         if callable(optimizer) and not isinstance(optimizer, TorchOptimizer):
             trained = [param for param in model.parameters() if param.requires_grad]
-            optimizer, model_parameters = optimizer(trained if model_parameters is None else model_parameters), None
+            optimizer, model_parameters = (
+                optimizer(trained if model_parameters is None else model_parameters),
+                None,
+            )
         if not trains:
             model.requires_grad_(False)
         cfg, groups = _groups(cfg, model, optimizer, model_parameters, trains=trains)
         cfg = _one_scheduler(cfg, lr_scheduler)
         cfg.warn_of_no_effect(model)
-        step = _step(model, cfg, groups, units=units, schedule=schedule, checkpoint=checkpoint, seed=seed)
+        step = _step(
+            model, cfg, groups, units=units, schedule=schedule, checkpoint=checkpoint, seed=seed
+        )
         check_same(step.runtime.world, {"configuration": compared(keys)})
         _check_parallelism(mpu, mesh_param, step.world_size)
         rates, momentum = step.runtime.updater.rates, step.runtime.updater.momentum
@@ -129,7 +142,13 @@ def initialize(
         given = step.spec.cfg.model_dump() if isinstance(source, Config) else dict(source)
         live = _optimizer(step, groups, optimizer, given, lambda: engine) if trains else None
         engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
-            step, state, keys=keys, optimizer=live, training_dataloader=loader, config=given, held=groups.held
+            step,
+            state,
+            keys=keys,
+            optimizer=live,
+            training_dataloader=loader,
+            config=given,
+            held=groups.held,
         )
     engine.engine_tools.client_optimizer = theirs
     engine.lr_scheduler = _scheduler(cfg, engine.optimizer, lr_scheduler, rates, momentum)
@@ -138,18 +157,31 @@ def initialize(
 
 
 def _optimizer(
-    step: TrainStep, groups: Groups, given: Any, config: Mapping[str, Any], engine: Callable[[], Engine]
+    step: TrainStep,
+    groups: Groups,
+    given: Any,
+    config: Mapping[str, Any],
+    engine: Callable[[], Engine],
 ) -> EngineOptimizer:
     cfg, client = step.spec.cfg, given if isinstance(given, TorchOptimizer) else None
     kind = configured_class(config, offloads=cfg.zero_optimization.offload_optimizer is not None)
     is_16_bit = cfg.fp16.enabled or cfg.bf16.enabled
     return make_optimizer(
-        groups.seen, engine, stage=step.plan.row.number, is_16_bit=is_16_bit, kind=kind, client=client
+        groups.seen,
+        engine,
+        stage=step.plan.row.number,
+        is_16_bit=is_16_bit,
+        kind=kind,
+        client=client,
     )
 
 
-def _scheduler(cfg: Config, seen: TorchOptimizer | None, given: Any, rates: Any, momentum: Any) -> Any:
-    """The script's scheduler, or else the configuration's; None for an engine that does not train."""
+def _scheduler(
+    cfg: Config, seen: TorchOptimizer | None, given: Any, rates: Any, momentum: Any
+) -> Any:
+    """The script's scheduler, or else the configuration's; None for an engine that does
+    not train.
+    """
     if seen is None or (given is None and cfg.scheduler is None):
         return None
     if given is None:
@@ -164,12 +196,20 @@ def _log(engine: Engine, keys: EngineKeys) -> None:
         engine.log_line(str(engine.train_step.plan))
 
 
-def _step(model: nn.Module, cfg: Config, groups: Groups, *, checkpoint: Choice | None, **how: Any) -> TrainStep:
+def _step(
+    model: nn.Module, cfg: Config, groups: Groups, *, checkpoint: Choice | None, **how: Any
+) -> TrainStep:
     spec = StepSpec(
-        model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform,
-        transforms=configured(cfg, compress=_compression(cfg, model), drop=dropping_of(model), checkpoint=checkpoint),
-        trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held, **how,
-    )  # fmt: skip
+        model=model,
+        cfg=cfg,
+        param_groups=groups.param_groups,
+        transform=groups.transform,
+        transforms=configured(
+            cfg, compress=_compression(cfg, model), drop=dropping_of(model), checkpoint=checkpoint
+        ),
+        trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held,
+        **how,
+    )
     if not isinstance(model, PipelineModule):
         return TrainStep(spec, bind(None, spec.device))
     num_data = model.num_data_ranks
@@ -178,12 +218,16 @@ def _step(model: nn.Module, cfg: Config, groups: Groups, *, checkpoint: Choice |
 
 
 def _compression(cfg: Config, model: nn.Module) -> CompressionPlan | None:
-    """The plan of a model after `init_compression`. Warns if only the configuration asks for compression."""
+    """The plan of a model after `init_compression`. Warns if only the configuration
+    asks for compression.
+    """
     plan = plan_of(model)
     if plan is None and cfg.compresses:
         warnings.warn(
-            "compression_training: compresses nothing here, as in DeepSpeed, because init_compression was not called; call "
-            "deepspeed.compression.compress.init_compression(model, config) before initialize, or leave the block out",
+            "compression_training: compresses nothing here, as in DeepSpeed, because "
+            "init_compression was not called; call "
+            "deepspeed.compression.compress.init_compression(model, config) before initialize, or "
+            "leave the block out",
             ConfigWarning,
             stacklevel=4,
         )
@@ -192,15 +236,25 @@ def _compression(cfg: Config, model: nn.Module) -> CompressionPlan | None:
 
 def _check_makers(optimizer: object, lr_scheduler: object) -> None:
     """Raises unless optimizer and scheduler have the right types, or are functions."""
-    if optimizer is not None and not isinstance(optimizer, TorchOptimizer) and not callable(optimizer):
+    if (
+        optimizer is not None
+        and not isinstance(optimizer, TorchOptimizer)
+        and not callable(optimizer)
+    ):
         raise ConfigError(
-            f"optimizer: must be one of torch.optim or a function of parameters that makes one, got {shown(optimizer)}; pass "
-            f"one, or name it in the configuration: {{'optimizer': {{'type': 'AdamW'}}}}"
+            f"optimizer: must be one of torch.optim or a function of parameters that makes one, "
+            f"got {shown(optimizer)}; pass one, or name it in the configuration: {{'optimizer': "
+            f"{{'type': 'AdamW'}}}}"
         )
-    if lr_scheduler is not None and not callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+    if (
+        lr_scheduler is not None
+        and not callable(lr_scheduler)
+        and not hasattr(lr_scheduler, "step")
+    ):
         raise ConfigError(
-            f"lr_scheduler: must have a method step(), or be a function of the optimizer that makes one, got "
-            f"{shown(lr_scheduler)}; pass one, or name it in the configuration: {{'scheduler': {{'type': 'WarmupLR'}}}}"
+            f"lr_scheduler: must have a method step(), or be a function of the optimizer that "
+            f"makes one, got {shown(lr_scheduler)}; pass one, or name it in the configuration: "
+            f"{{'scheduler': {{'type': 'WarmupLR'}}}}"
         )
 
 
@@ -211,14 +265,15 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) != 1:
         raise ConfigError(
-            f"config: must be given once, as config, config_params or args.deepspeed_config, got {', '.join(found) or 'none'}; "
-            f"pass one of them"
+            f"config: must be given once, as config, config_params or args.deepspeed_config, got "
+            f"{', '.join(found) or 'none'}; pass one of them"
         )
     return next(iter(found.values()))
 
 
 def check_may_join(required: bool | None) -> None:
-    """Raises a ConfigError where ranks of a launcher have no process group yet, and must not initialise it here.
+    """Raises a ConfigError where ranks of a launcher have no process group yet, and
+    must not initialise it here.
 
     Args:
         required: DeepSpeed's `dist_init_required`; False forbids to initialise it.
@@ -226,20 +281,24 @@ def check_may_join(required: bool | None) -> None:
     me = launched()
     if required is False and me is not None and not is_joined():
         raise ConfigError(
-            f"dist_init_required: must not be False where {me.by} has started {me.world_size} ranks that have not joined; call "
-            f"fzero.deepspeed.init_distributed() first, or leave it out"
+            f"dist_init_required: must not be False where {me.by} has started {me.world_size} "
+            f"ranks that have not joined; call fzero.deepspeed.init_distributed() first, or leave "
+            f"it out"
         )
 
 
 def _loader(
-    data: Dataset[Any], step: TrainStep, keys: EngineKeys, collate_fn: Callable[[list[Any]], Any] | None
+    data: Dataset[Any],
+    step: TrainStep,
+    keys: EngineKeys,
+    collate_fn: Callable[[list[Any]], Any] | None,
 ) -> ResumableLoader | CurriculumLoader:
     cfg = step.spec.cfg
     _, micro, num_micro = cfg.batch_sizes(step.data_world_size)
     if micro is None:
         raise ConfigError(
-            "train_micro_batch_size_per_gpu: must be given for the loader of training_data, and neither it nor train_batch_size "
-            "is given; give one"
+            "train_micro_batch_size_per_gpu: must be given for the loader of training_data, and "
+            "neither it nor train_batch_size is given; give one"
         )
     how: dict[str, Any] = {
         "batch_size": micro,
@@ -251,12 +310,20 @@ def _loader(
         check_indexed(data)
         sampling = cfg.data_efficiency.data_sampling
         return CurriculumLoader(
-            data, sampler_of(cfg, len(data)), num_micro=num_micro, num_epochs=sampling.num_epochs,  # type: ignore[arg-type]
-            num_workers=sampling.num_workers, pin_memory=sampling.pin_memory and step.device.type == "cuda", **how,
-        )  # fmt: skip
+            data,
+            sampler_of(cfg, len(data)),
+            num_micro=num_micro,
+            num_epochs=sampling.num_epochs,  # type: ignore[arg-type]
+            num_workers=sampling.num_workers,
+            pin_memory=sampling.pin_memory and step.device.type == "cuda",
+            **how,
+        )
     drop_last, pin_memory = bool(keys.dataloader_drop_last), step.device.type == "cuda"
-    in_order = isinstance(step.spec.model, PipelineModule)  # as in DeepSpeed; otherwise all stages would need one order
-    return ResumableLoader(data, drop_last=drop_last, shuffle=not in_order, pin_memory=pin_memory, **how)
+    # as in DeepSpeed; otherwise all stages would need one order
+    in_order = isinstance(step.spec.model, PipelineModule)
+    return ResumableLoader(
+        data, drop_last=drop_last, shuffle=not in_order, pin_memory=pin_memory, **how
+    )
 
 
 def _on_own_device(model: nn.Module, port: int, required: bool | None) -> nn.Module:
@@ -287,13 +354,22 @@ def _groups(
         groups = of_parameters(model_parameters, cfg.optimizer, model)
     else:
         if "optimizer" in cfg.model_fields_set:
-            warnings.warn("optimizer: is also in the configuration; the script's is used", ConfigWarning, stacklevel=3)
+            warnings.warn(
+                "optimizer: is also in the configuration; the script's is used",
+                ConfigWarning,
+                stacklevel=3,
+            )
         groups = of_optimizer(optimizer, model)
-    left = [name for name, param in model.named_parameters() if param.requires_grad and name not in groups.held]
+    left = [
+        name
+        for name, param in model.named_parameters()
+        if param.requires_grad and name not in groups.held
+    ]
     if left:
         warnings.warn(
-            f"{'model_parameters' if optimizer is None else 'optimizer'}: does not hold {listed(left)}, which require gradients "
-            f"and are not trained; add them, or freeze them with requires_grad_(False)",
+            f"{'model_parameters' if optimizer is None else 'optimizer'}: does not hold "
+            f"{listed(left)}, which require gradients and are not trained; add them, or freeze "
+            f"them with requires_grad_(False)",
             ConfigWarning,
             stacklevel=3,
         )
@@ -313,11 +389,12 @@ def _one_scheduler(cfg: Config, lr_scheduler: Any) -> Config:
 def _check_parallelism(mpu: Any, mesh_param: tuple[int, int] | None, world_size: int) -> None:
     if mpu is not None and mpu.get_data_parallel_world_size() != world_size:
         raise ConfigError(
-            f"mpu: must have no model parallelism, so that all {world_size} ranks are data-parallel, got "
-            f"{mpu.get_data_parallel_world_size()} data-parallel ranks; leave it out"
+            f"mpu: must have no model parallelism, so that all {world_size} ranks are "
+            f"data-parallel, got {mpu.get_data_parallel_world_size()} data-parallel ranks; leave "
+            f"it out"
         )
     if mesh_param is not None and tuple(mesh_param) != (world_size, 1):
         raise ConfigError(
-            f"mesh_param: must be ({world_size}, 1), all ranks data-parallel and none sequence-parallel, got {mesh_param}; leave "
-            f"it out"
+            f"mesh_param: must be ({world_size}, 1), all ranks data-parallel and none "
+            f"sequence-parallel, got {mesh_param}; leave it out"
         )

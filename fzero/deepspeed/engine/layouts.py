@@ -1,7 +1,9 @@
-"""`Layouts`: the flat buffers of an engine's state, which follow what the script freezes and where moments begin anew.
+"""`Layouts`: the flat buffers of an engine's state, which follow what the script
+freezes and where moments begin anew.
 
-A flat buffer has one counter of updates, and is updated or not as a whole. Parameters that differ in either get flat buffers of
-their own, between an update and the next forward.
+A flat buffer has one counter of updates, and is updated or not as a whole. Parameters
+that differ in either get flat buffers of their own, between an update and the next
+forward.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Layouts:
     def __init__(self, engine: HoldsModule, held: frozenset[str]) -> None:
         self._engine, self._held, self._flags = engine, held, Flags(engine.module)
         self._seen: list[bool] | None = None  # the flags in the last training forward
-        self._unmixed: list[bool] | None = None  # under which no flat buffer has both trained and `still` parameters
+        # under which no flat buffer has both trained and `still` parameters
+        self._unmixed: list[bool] | None = None
         self._still: frozenset[str] = frozenset()
 
     def forget(self) -> None:
@@ -40,16 +43,21 @@ class Layouts:
         self._seen = self._unmixed = None
 
     def follow_flags(self) -> frozenset[str]:
-        """The parameters that are *still* in the next forward: they have optimizer state, and require no gradients.
+        """The parameters that are *still* in the next forward: they have optimizer
+        state, and require no gradients.
 
-        Frozen parameters keep master and optimizer state, as with torch.optim, and are not updated. Parameters that are
-        unfrozen for the first time, and flat buffers that are partly still, need another plan, between two updates.
+        Frozen parameters keep master and optimizer state, as with torch.optim, and are
+        not updated. Parameters that are unfrozen for the first time, and flat buffers
+        that are partly still, need another plan, between two updates.
 
-        *Collective* where another plan is needed: every rank, which must have the same flags.
+        *Collective* where another plan is needed: every rank, which must have the same
+        flags.
 
         Raises:
-            RuntimeError: another plan is needed, and gradients were collected since the last update.
-            CollectiveError: another plan is needed on this rank, but not on one with other flags.
+            RuntimeError: another plan is needed, and gradients were collected since the
+                last update.
+            CollectiveError: another plan is needed on this rank, but not on one with
+                other flags.
         """
         engine = self._engine
         flags, window = self._flags.read(), engine.open_window
@@ -71,7 +79,8 @@ class Layouts:
         return still
 
     def divide(self, starts: Mapping[str, int], *, of: str, changed: Collection[str]) -> None:
-        """Gives trained parameters that begin at different updates flat buffers of their own. *Collective:* every rank.
+        """Gives trained parameters that begin at different updates flat buffers of
+        their own. *Collective:* every rank.
 
         Args:
             starts: when the optimizer state of each trained parameter began.
@@ -82,14 +91,21 @@ class Layouts:
         """
         self._move(starts_of(self._engine.train_step.plan).keys(), starts, of=of, changed=changed)
 
-    def _move(self, trained: Collection[str], starts: Mapping[str, int], *, of: str, changed: Collection[str]) -> None:
+    def _move(
+        self,
+        trained: Collection[str],
+        starts: Mapping[str, int],
+        *,
+        of: str,
+        changed: Collection[str],
+    ) -> None:
         """Moves the state to the flat buffers of `_step_for`."""
         engine, window = self._engine, self._engine.open_window
         if window is not None and window.loss_stats and not engine.grads.are_dropped:
             raise RuntimeError(
-                f"{of}: must change between engine.step() and the next forward where flat buffers must be laid out "
-                f"anew, and {listed(changed)} changed after a backward; change it after engine.step(), or call "
-                f"engine.zero_grad() first"
+                f"{of}: must change between engine.step() and the next forward where flat buffers "
+                f"must be laid out anew, and {listed(changed)} changed after a backward; change it "
+                f"after engine.step(), or call engine.zero_grad() first"
             )
         if window is not None:
             engine.close_window()
@@ -102,13 +118,17 @@ class Layouts:
 
     def _cut_by(self, still: frozenset[str]) -> bool:
         """Whether a trained flat buffer holds both still and other parameters."""
-        trained = (set(b.layout.names) for b in self._engine.train_step.plan.flat_buffers if b.trainable)
+        trained = (
+            set(b.layout.names) for b in self._engine.train_step.plan.flat_buffers if b.trainable
+        )
         return any(names & still and not names <= still for names in trained)
 
     def _step_for(self, trained: Collection[str], starts: Mapping[str, int]) -> TrainStep:
-        """A step that trains these parameters; those that require no gradients get flat buffers of their own.
+        """A step that trains these parameters; those that require no gradients get flat
+        buffers of their own.
 
-        *Collective:* every rank. `starts`: when the optimizer state of each began (`starts_of`); for others it begins now.
+        *Collective:* every rank. `starts`: when the optimizer state of each began
+        (`starts_of`); for others it begins now.
         """
         numbers: dict[tuple[int, bool], int] = {(start, True): start for start in starts.values()}
         anew = 1 + max(numbers.values(), default=-1)
@@ -128,7 +148,8 @@ class Layouts:
         return step
 
     def step_to_load(self, starts: Mapping[str, int]) -> TrainStep:
-        """The step that continues from a checkpoint: the present one if its optimizer states began alike, else a new one.
+        """The step that continues from a checkpoint: the present one if its optimizer
+        states began alike, else a new one.
 
         *Collective* where it is new: every rank.
 
@@ -136,7 +157,11 @@ class Layouts:
             starts: when the optimizer state of each parameter in the checkpoint began.
         """
         step = self._engine.train_step
-        trained = {name for name in self._held if name in starts or self._engine.live.own[name].requires_grad}
+        trained = {
+            name
+            for name in self._held
+            if name in starts or self._engine.live.own[name].requires_grad
+        }
         buffers = [buffer.layout.names for buffer in step.plan.flat_buffers if buffer.trainable]
         began_together = all(len({starts.get(name) for name in names}) == 1 for names in buffers)
         is_same = began_together and trained == starts_of(step.plan).keys()

@@ -1,8 +1,11 @@
-"""`LiveBuffers`: a module's buffers while an engine trains it, which are the tensors of the state.
+"""`LiveBuffers`: a module's buffers while an engine trains it, which are the tensors of
+the state.
 
-Between the first forward of an accumulation and its update, forwards write into copies (`AccumulationWindow.buffers`), so that
-a step that fails leaves the state as it was. The module then shows those copies. So a script reads what the forwards have
-written, and what it writes itself, at any time, is there in the next forward and in the next state.
+Between the first forward of an accumulation and its update, forwards write into copies
+(`AccumulationWindow.buffers`), so that a step that fails leaves the state as it was.
+The module then shows those copies. So a script reads what the forwards have written,
+and what it writes itself, at any time, is there in the next forward and in the next
+state.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ class LiveBuffers:
     """The buffers of a module, as those of a state or of a window.
 
     Attributes:
-        now: the tensors that the module shows, by name: the state's, or the window's. A buffer that the script assigns replaces
-            its tensor here.
+        now: the tensors that the module shows, by name: the state's, or the window's. A
+            buffer that the script assigns replaces its tensor here.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -37,13 +40,16 @@ class LiveBuffers:
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._seen: list[tuple[str, Tensor, int]] = []
 
-    def show(self, buffers: dict[str, Tensor], before: dict[str, tuple[Tensor, int]] | None = None) -> None:
+    def show(
+        self, buffers: dict[str, Tensor], before: dict[str, tuple[Tensor, int]] | None = None
+    ) -> None:
         """Shows tensors, into which the script may write, and which it may replace.
 
         Args:
             buffers: the state's or the window's.
-            before: of a window; entries of buffers that the script writes are renewed, because all ranks write the same, and
-                only those that a forward has changed are averaged over the ranks.
+            before: of a window; entries of buffers that the script writes are renewed,
+                because all ranks write the same, and only those that a forward has
+                changed are averaged over the ranks.
         """
         self.now, self._before = buffers, {} if before is None else before
         for module, key, name in self._slots:
@@ -63,15 +69,20 @@ class LiveBuffers:
                 assert given is not None
                 self.now[name] = given.detach().clone() if given.requires_grad else given
         for name, seen, version in self._seen:
-            if self._before[name][0] is seen and self._before[name][1] == version:  # no forward had changed it
+            # no forward had changed it
+            if self._before[name][0] is seen and self._before[name][1] == version:
                 self._before[name] = self.now[name], self.now[name]._version
         self.show(self.now, self._before)
 
-    def kept(self, function: Callable[[], T], statistics: Collection[str]) -> tuple[T, dict[str, Tensor]]:
-        """Calls a function in which the module runs on copies of the buffers; returns its result, and the copies that it changed.
+    def kept(
+        self, function: Callable[[], T], statistics: Collection[str]
+    ) -> tuple[T, dict[str, Tensor]]:
+        """Calls a function in which the module runs on copies of the buffers; returns
+        its result, and the copies that it changed.
 
         Args:
-            statistics: the names of buffers that change without a new version (BatchNorm's on a device).
+            statistics: the names of buffers that change without a new version
+                (BatchNorm's on a device).
         """
         before = {name: (x, x._version) for name, x in self._present()}
         result = function()
@@ -92,11 +103,16 @@ def _check(name: str, given: Tensor | None, own: Tensor) -> None:
     wanted = f"shape {tuple(own.shape)} and {own.dtype} on {own.device}"
     if not isinstance(given, Tensor):
         raise ValueError(
-            f"buffer {name!r}: must remain in the module that was passed to initialize, with {wanted}, and was removed; write "
-            f"into it, or change the model before initialize"
+            f"buffer {name!r}: must remain in the module that was passed to initialize, with "
+            f"{wanted}, and was removed; write into it, or change the model before initialize"
         )
-    if (given.shape, given.dtype, given.device) != (own.shape, own.dtype, own.device) or given.layout != torch.strided:
+    if (given.shape, given.dtype, given.device) != (
+        own.shape,
+        own.dtype,
+        own.device,
+    ) or given.layout != torch.strided:
         raise ValueError(
-            f"buffer {name!r}: must keep {wanted}, and got shape {tuple(given.shape)} and {given.dtype} on {given.device}; "
-            f"assign one of that form, or change the model before initialize"
+            f"buffer {name!r}: must keep {wanted}, and got shape {tuple(given.shape)} and "
+            f"{given.dtype} on {given.device}; assign one of that form, or change the model before "
+            f"initialize"
         )

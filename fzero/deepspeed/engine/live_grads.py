@@ -1,9 +1,11 @@
 """`LiveGrads`: `.grad` of a module's parameters, between a backward and the update.
 
-As in DeepSpeed, parameters show gradients where a rank holds full ones: in stage 0, and in stage 1 until the last backward
-of an accumulation has reduced them. They are views of the state's gradients, multiplied by the loss scale, if there is one, and
-divided by the number of ranks as long as they are not added up. A script may write into them, replace them, or set them to None;
-`zero_grad` of a module or of an optimizer does the last. A parameter whose gradient is None in the update is not updated, as in
+As in DeepSpeed, parameters show gradients where a rank holds full ones: in stage 0, and
+in stage 1 until the last backward of an accumulation has reduced them. They are views
+of the state's gradients, multiplied by the loss scale, if there is one, and divided by
+the number of ranks as long as they are not added up. A script may write into them,
+replace them, or set them to None; `zero_grad` of a module or of an optimizer does the
+last. A parameter whose gradient is None in the update is not updated, as in
 torch.optim.
 """
 
@@ -60,7 +62,8 @@ class LiveGrads:
         return bool(self.given) and all(own[name].grad is None for name in self.given)
 
     def take(self) -> frozenset[str]:
-        """Takes over what the script has done to the gradients, and hides them; returns the names of those that are None now.
+        """Takes over what the script has done to the gradients, and hides them; returns
+        the names of those that are None now.
 
         Raises:
             ValueError: one was replaced by a tensor of another layout.
@@ -92,8 +95,8 @@ class LiveGrads:
 
 
 def shows(step: TrainStep, *, are_reduced: bool) -> bool:
-    """Whether parameters show gradients at this point of an accumulation: a rank holds them in full, as means times the loss
-    scale."""
+    """Whether parameters show gradients at this point of an accumulation: a rank holds
+    them in full, as means times the loss scale."""
     loss = step.runtime.rules.loss
     is_mean = not loss.is_mean or loss.predivide == loss.world_size
     row = step.plan.row

@@ -1,15 +1,19 @@
-"""`OptimizerState`: `engine.optimizer.state`, by parameter, for scripts that read or change moments as with torch.optim.
+"""`OptimizerState`: `engine.optimizer.state`, by parameter, for scripts that read or
+change moments as with torch.optim.
 
     for param in adapters:
-        del engine.optimizer.state[param]  # its moments and its count of updates begin anew
+        del engine.optimizer.state[param] # its moments and its count of updates begin
+        anew
     engine.optimizer.state[weight]["exp_avg"].mul_(0.1)
 
-It holds no tensors of its own: those of a parameter are views of the engine's state. In stage 0 they have the parameter's
-shape; in stages 1 to 3 they are this rank's elements of it (1-d, possibly none), as DeepSpeed's flat ones hold them. As in
-torch.optim a parameter has an entry from its first update on.
+It holds no tensors of its own: those of a parameter are views of the engine's state. In
+stage 0 they have the parameter's shape; in stages 1 to 3 they are this rank's elements
+of it (1-d, possibly none), as DeepSpeed's flat ones hold them. As in torch.optim a
+parameter has an entry from its first update on.
 
-A count of updates is shared by a flat buffer. So counts that a script sets, and entries that it removes, are written before the
-next forward or update; where they differ within a flat buffer, the buffer is divided (`fzero.deepspeed.engine.layouts`).
+A count of updates is shared by a flat buffer. So counts that a script sets, and entries
+that it removes, are written before the next forward or update; where they differ within
+a flat buffer, the buffer is divided (`fzero.deepspeed.engine.layouts`).
 """
 
 from __future__ import annotations
@@ -50,8 +54,9 @@ class ParamState(MutableMapping[str, Any]):
 
     def __delitem__(self, key: str) -> NoReturn:
         raise TypeError(
-            f"optimizer.state[{self._name!r}]: must keep its tensors, and {key!r} would be removed; remove the whole entry (del "
-            f"optimizer.state[param]), whose moments then begin anew, or write into the tensor"
+            f"optimizer.state[{self._name!r}]: must keep its tensors, and {key!r} would be "
+            f"removed; remove the whole entry (del optimizer.state[param]), whose moments then "
+            f"begin anew, or write into the tensor"
         )
 
     def clear(self) -> None:
@@ -76,7 +81,9 @@ class ParamState(MutableMapping[str, Any]):
 
 
 def in_plain_dicts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """A hook of `state_dict` of the script's own optimizer: its entries become plain dicts of the same tensors."""
+    """A hook of `state_dict` of the script's own optimizer: its entries become plain
+    dicts of the same tensors.
+    """
     state_dict["state"] = {key: dict(value) for key, value in state_dict["state"].items()}
 
 
@@ -87,7 +94,8 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         engine: returns the engine.
 
     Attributes:
-        edits: what the script has done to state of which each rank holds a copy: all of it in stage 0, counts in every stage.
+        edits: what the script has done to state of which each rank holds a copy: all of
+            it in stage 0, counts in every stage.
     """
 
     def __init__(self, engine: Callable[[], Engine]) -> None:
@@ -97,7 +105,7 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         self.edits = ReplicaEdits()
         self._shown: dict[str, Tensor] = {}  # counts that the script holds, into which it may write
 
-    # --- as a mapping ------------------------------------------------------------------------------------------------
+    # --- as a mapping -----------------------------------------------------------------------------
 
     def __getitem__(self, param: Tensor) -> ParamState:
         return ParamState(self, self._name(param))
@@ -110,8 +118,8 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         wanted = [STEP, *whole.optimizer_keys(self._step, name)]
         if missing := [key for key in wanted if key not in values and key != STEP]:
             raise KeyError(
-                f"optimizer.state[{name!r}]: must get all of {', '.join(wanted)}, and {missing[0]!r} is missing; pass it, or "
-                f"assign single tensors"
+                f"optimizer.state[{name!r}]: must get all of {', '.join(wanted)}, and "
+                f"{missing[0]!r} is missing; pass it, or assign single tensors"
             )
         for key in wanted:
             if key in values:
@@ -123,7 +131,9 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         self.restart([self._name(param)])
 
     def pop(self, param: Tensor, *default: Any) -> Any:
-        """Returns copies of a parameter's tensors, and resets its entry to that of a new optimizer."""
+        """Returns copies of a parameter's tensors, and resets its entry to that of a
+        new optimizer.
+        """
         if param not in self:
             if default:
                 return default[0]
@@ -137,7 +147,9 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         self.restart(starts_of(self._step.plan))
 
     def replace(self, values: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Takes the entries of a mapping by parameter; parameters without one begin anew."""
+        """Takes the entries of a mapping by parameter; parameters without one begin
+        anew.
+        """
         if values is self:
             return
         given = {self._name(param): of_param for param, of_param in values.items()}
@@ -162,7 +174,7 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, ({param: of_param.copy() for param, of_param in self.items()},)
 
-    # --- one parameter -----------------------------------------------------------------------------------------------
+    # --- one parameter ----------------------------------------------------------------------------
 
     def keys_of(self, name: str) -> list[str]:
         """The names of a parameter's tensors; none before its first update."""
@@ -171,13 +183,16 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
     def read(self, name: str, key: str) -> Tensor:
         """One of a parameter's tensors, into which a script may write."""
         if key == STEP:
-            return self._shown.setdefault(name, torch.tensor(self._count(name), dtype=torch.float32))
+            return self._shown.setdefault(
+                name, torch.tensor(self._count(name), dtype=torch.float32)
+            )
         step, engine = self._step, self._of()
         found = whole.optimizer_part(step, engine.state, name, key)
         if not isinstance(found, Tensor):
             raise RuntimeError(
-                f"optimizer.state[{name!r}][{key!r}]: is in a file, and has no tensor in memory; call "
-                f"safe_get_local_optimizer_state and safe_set_local_optimizer_state of fzero.deepspeed.utils, or assign a value"
+                f"optimizer.state[{name!r}][{key!r}]: is in a file, and has no tensor in memory; "
+                f"call safe_get_local_optimizer_state and safe_set_local_optimizer_state of "
+                f"fzero.deepspeed.utils, or assign a value"
             )
         if self._home(name).flow.updates == "shard":
             return found
@@ -195,8 +210,8 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         known = whole.optimizer_keys(self._step, name)
         if key not in known:
             raise KeyError(
-                f"optimizer.state[{name!r}]: has no place for {key!r}, but for {', '.join([STEP, *known])}; keep other values in "
-                f"a dict of your own"
+                f"optimizer.state[{name!r}]: has no place for {key!r}, but for "
+                f"{', '.join([STEP, *known])}; keep other values in a dict of your own"
             )
         if name in self._anew:
             self._anew.discard(name)
@@ -207,7 +222,9 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
             self.edits.note(_called(name, key), given)
 
     def restart(self, names: Iterable[str]) -> None:
-        """The moments of some parameters begin anew, at once; their counts before the next forward or update."""
+        """The moments of some parameters begin anew, at once; their counts before the
+        next forward or update.
+        """
         names = set(names)
         self._initialise(names)
         self._anew |= names
@@ -215,7 +232,7 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
             self._counts.pop(name, None)
             self._shown.pop(name, None)
 
-    # --- counts of updates -------------------------------------------------------------------------------------------
+    # --- counts of updates ------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Writes the counts that the script has set.
@@ -238,7 +255,9 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
             numbers: dict[Any, int] = {}
             for name in sorted(left):
                 kind = (starts[name], name in self._anew, changed[name])
-                starts[name] = numbers.setdefault(kind, 1 + max([*starts.values(), *numbers.values()]))
+                starts[name] = numbers.setdefault(
+                    kind, 1 + max([*starts.values(), *numbers.values()])
+                )
             kept = self._anew, self._counts, self._shown
             engine.layouts.divide(starts, of="optimizer.state", changed=sorted(left))
             self._anew, self._counts, self._shown = kept
@@ -248,11 +267,17 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         self.refresh()
 
     def _changed(self) -> dict[str, float]:
-        changed = {name: float(count) for name, count in self._shown.items() if float(count) != self._count(name)}
+        changed = {
+            name: float(count)
+            for name, count in self._shown.items()
+            if float(count) != self._count(name)
+        }
         return changed | self._counts | dict.fromkeys(self._anew, 0.0)
 
     def _write_counts(self, changed: Mapping[str, float]) -> set[str]:
-        """Writes the counts of flat buffers whose parameters have one; returns the names in the others."""
+        """Writes the counts of flat buffers whose parameters have one; returns the
+        names in the others.
+        """
         left = set[str]()
         engine = self._of()
         for buffer in self._trained():
@@ -268,7 +293,9 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         return left
 
     def refresh(self) -> None:
-        """Writes the present counts into the tensors that the script holds: after an update."""
+        """Writes the present counts into the tensors that the script holds: after an
+        update.
+        """
         self.edits.updated()
         for name, shown in self._shown.items():
             shown.fill_(self._count(name))
@@ -279,9 +306,11 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
 
     @contextmanager
     def keeping(self, names: Collection[str]) -> Iterator[None]:
-        """Inside, an update leaves these parameters as they are, with their moments and counts.
+        """Inside, an update leaves these parameters as they are, with their moments and
+        counts.
 
-        Parameters whose flat buffer has others are written back after it, and their counts before the next forward.
+        Parameters whose flat buffer has others are written back after it, and their
+        counts before the next forward.
         """
         engine = self._of()
         found: dict[str, tuple[float, list[Tensor]]] = {}
@@ -314,7 +343,7 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
             inside = [name for name in buffer.layout.names if name in names]
             initialise(engine.state, self._step, engine.train_step.data_rank, buffer, inside)
 
-    # --- names -------------------------------------------------------------------------------------------------------
+    # --- names ------------------------------------------------------------------------------------
 
     @property
     def _step(self) -> Any:
@@ -332,8 +361,8 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         if name is None or name not in starts_of(self._step.plan):
             what = f"{name!r}, which is frozen" if name else f"a {type(param).__name__}"
             raise KeyError(
-                f"optimizer.state: keys are the parameters of engine.module that are trained, got {what}; iterate over "
-                f"optimizer.state, or over engine.module.parameters()"
+                f"optimizer.state: keys are the parameters of engine.module that are trained, got "
+                f"{what}; iterate over optimizer.state, or over engine.module.parameters()"
             )
         return name
 

@@ -1,6 +1,7 @@
 """Monitors: the writers of `fzero.profiling.writers` that a configuration enables.
 
-Events are DeepSpeed's: `Train/Samples/{train_loss, lr, loss_scale}` over the samples seen by all ranks. Rank 0 writes them.
+Events are DeepSpeed's: `Train/Samples/{train_loss, lr, loss_scale}` over the samples
+seen by all ranks. Rank 0 writes them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ def monitors(keys: EngineKeys) -> list[Writer]:
         folder = Path(keys.tensorboard.output_path or "runs") / keys.tensorboard.job_name
         made.append(writers.tensorboard(folder, needed_by="tensorboard.enabled"))
     if (run := keys.wandb).enabled:
-        made.append(writers.wandb(needed_by="wandb.enabled", project=run.project, group=run.group, entity=run.team))
+        made.append(
+            writers.wandb(
+                needed_by="wandb.enabled", project=run.project, group=run.group, entity=run.team
+            )
+        )
     if keys.csv_monitor.enabled:
         folder = Path(keys.csv_monitor.output_path or "csv_monitor") / keys.csv_monitor.job_name
         made.append(writers.csv_files(folder))
@@ -39,7 +44,8 @@ def monitors(keys: EngineKeys) -> list[Writer]:
 
 
 def check_packages(keys: EngineKeys) -> None:
-    """Raises where the package of an enabled monitor is missing: on every rank, before rank 0 writes alone.
+    """Raises where the package of an enabled monitor is missing: on every rank, before
+    rank 0 writes alone.
 
     Raises:
         ConfigError: a package cannot be imported.
@@ -63,7 +69,8 @@ def event_of(name: str) -> str:
 
 
 class MonitorMaster:
-    """`engine.monitor`: the monitors that a configuration enables, for a script's own events.
+    """`engine.monitor`: the monitors that a configuration enables, for a script's own
+    events.
 
     Attributes:
         enabled: whether there are any on this rank.
@@ -90,7 +97,13 @@ def _with_events(writer: Writer) -> Writer:
 
 def _comet(keys: CometKeys) -> Writer:
     return writers.comet(
-        needed_by="comet.enabled", name=keys.experiment_name, interval=keys.samples_log_interval,
-        api_key=keys.api_key, project=keys.project, workspace=keys.workspace, experiment_key=keys.experiment_key,
-        mode=keys.mode, online=keys.online,
-    )  # fmt: skip
+        needed_by="comet.enabled",
+        name=keys.experiment_name,
+        interval=keys.samples_log_interval,
+        api_key=keys.api_key,
+        project=keys.project,
+        workspace=keys.workspace,
+        experiment_key=keys.experiment_key,
+        mode=keys.mode,
+        online=keys.online,
+    )

@@ -1,10 +1,13 @@
-"""`EngineOptimizer`, `ConfiguredScheduler`: the param groups that a script reads and writes, and a scheduler for them.
+"""`EngineOptimizer`, `ConfiguredScheduler`: the param groups that a script reads and
+writes, and a scheduler for them.
 
-Both hold numbers only. Before an update the engine reads the learning rate and the other hyper-parameters of each group,
-which a scheduler of `torch.optim.lr_scheduler`, the configuration's scheduler or the script has written.
+Both hold numbers only. Before an update the engine reads the learning rate and the
+other hyper-parameters of each group, which a scheduler of `torch.optim.lr_scheduler`,
+the configuration's scheduler or the script has written.
 
-The script's own optimizer, or one of the class that the configuration names, shows the same groups and the same state. As in
-DeepSpeed it is `engine.optimizer` itself in stage 0 in fp32, and inside a wrapper elsewhere. Its hooks run at each update.
+The script's own optimizer, or one of the class that the configuration names, shows the
+same groups and the same state. As in DeepSpeed it is `engine.optimizer` itself in stage
+0 in fp32, and inside a wrapper elsewhere. Its hooks run at each update.
 """
 
 from __future__ import annotations
@@ -38,8 +41,15 @@ class LossScaler:
     def __init__(self, engine: Engine) -> None:
         self._engine, self.dynamic = engine, engine.dynamic_loss_scale()
         args = engine.dynamic_loss_scale_args()
-        self.scale_window, self.min_scale, self.scale_factor = args["scale_window"], args["min_scale"], 2.0
-        self.delayed_shift, self.consecutive_hysteresis = args["delayed_shift"], args["consecutive_hysteresis"]
+        self.scale_window, self.min_scale, self.scale_factor = (
+            args["scale_window"],
+            args["min_scale"],
+            2.0,
+        )
+        self.delayed_shift, self.consecutive_hysteresis = (
+            args["delayed_shift"],
+            args["consecutive_hysteresis"],
+        )
 
     @property
     def loss_scale(self) -> float:
@@ -48,18 +58,23 @@ class LossScaler:
     cur_scale = loss_scale
 
     def backward(self, loss: Any, retain_graph: bool = False) -> NoReturn:
-        raise RuntimeError("loss_scaler.backward: must be called through the engine; call engine.backward(loss)")
+        raise RuntimeError(
+            "loss_scaler.backward: must be called through the engine; call engine.backward(loss)"
+        )
 
 
 class _NoParameters(nn.Module):
-    """Stands for the module whose hooks gather parameters in DeepSpeed, and which has none to remove here."""
+    """Stands for the module whose hooks gather parameters in DeepSpeed, and which has
+    none to remove here.
+    """
 
     def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(())
 
 
 class ParameterOffload:
-    """`optimizer.parameter_offload` in stage 3, whose hooks scripts remove around a generation: there are none.
+    """`optimizer.parameter_offload` in stage 3, whose hooks scripts remove around a
+    generation: there are none.
 
     Inside `GatheredParameters` of all parameters the module runs by itself.
     """
@@ -82,24 +97,32 @@ class ParameterOffload:
 
 def no_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> NoReturn:
     """`step` of the optimizers of an engine, which makes the update."""
-    raise RuntimeError("optimizer.step: must be called through the engine, on all ranks; call engine.step()")
+    raise RuntimeError(
+        "optimizer.step: must be called through the engine, on all ranks; call engine.step()"
+    )
 
 
-no_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else torch's schedulers say that it was overridden
+# else torch's schedulers say that it was overridden
+no_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """`engine.optimizer`: hyper-parameters for scripts and schedulers to read and write; `engine.step()` makes the update.
+    """`engine.optimizer`: hyper-parameters for scripts and schedulers to read and
+    write; `engine.step()` makes the update.
 
     Attributes:
         overflow: whether the last update was skipped because a gradient was not finite.
-        client: the script's own optimizer, or one of the class that the configuration names. It shows the same groups and state.
+        client: the script's own optimizer, or one of the class that the configuration
+            names. It shows the same groups and state.
         shown: this one, or `client` where DeepSpeed wraps none.
     """
 
     def __init__(self, groups: Sequence[Hyper], engine: Callable[[], Engine]) -> None:
-        torch.optim.Optimizer.__init__(self, groups, {})  # type: ignore[arg-type]  # not that of another base
-        self.defaults = {key: value for key, value in self.param_groups[0].items() if key != "params"}
+        # not that of another base
+        torch.optim.Optimizer.__init__(self, groups, {})  # type: ignore[arg-type]
+        self.defaults = {
+            key: value for key, value in self.param_groups[0].items() if key != "params"
+        }
         self.overflow = False
         self._state = OptimizerState(engine)
         self.client: Any = None
@@ -127,32 +150,43 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Inside, the engine updates: the hooks that a script has registered for `step` run before it, and after it.
+        """Inside, the engine updates: the hooks that a script has registered for `step`
+        run before it, and after it.
 
-        Hooks before it see the gradients that parameters show. Hooks after it do not run after an overflow.
+        Hooks before it see the gradients that parameters show. Hooks after it do not
+        run after an overflow.
         """
         hooked = self if self.client is None else self.client
-        for before in (*_global_optimizer_pre_hooks.values(), *hooked._optimizer_step_pre_hooks.values()):
+        for before in (
+            *_global_optimizer_pre_hooks.values(),
+            *hooked._optimizer_step_pre_hooks.values(),
+        ):
             if (returned := before(hooked, (hooked,), {})) is not None:
                 raise RuntimeError(
-                    f"optimizer.register_step_pre_hook: the hook must return None, since engine.step() passes no arguments, got "
-                    f"{shown(returned)}; leave the return out"
+                    f"optimizer.register_step_pre_hook: the hook must return None, since "
+                    f"engine.step() passes no arguments, got {shown(returned)}; leave the return "
+                    f"out"
                 )
         yield
         each: Any
         for each in (self, hooked):
             each._opt_called = True  # else torch's schedulers say that it was never stepped
         if not self.overflow:
-            for after in (*hooked._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+            for after in (
+                *hooked._optimizer_step_post_hooks.values(),
+                *_global_optimizer_post_hooks.values(),
+            ):
                 after(hooked, (hooked,), {})
 
     def settle(self) -> None:
-        """Takes over what the script has done to the state, here or through its own optimizer: before a forward or an update.
+        """Takes over what the script has done to the state, here or through its own
+        optimizer: before a forward or an update.
 
         *Collective* where parameters of one flat buffer differ in it: every rank.
         """
         client = self.client
-        if client is not None and client.state is not self._state:  # assigned, or by its load_state_dict
+        # assigned, or by its load_state_dict
+        if client is not None and client.state is not self._state:
             self._state.replace(client.state)
             client.state = self._state
         if client is not None and len(client.param_groups) != len(self.param_groups):
@@ -194,14 +228,17 @@ class EngineOptimizer(torch.optim.Optimizer):
         return [lr_of(group) for group in self.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients since the last update where DeepSpeed does: in stage 0, and before the last backward of an
-        accumulation in stages 1 and 3. Elsewhere it has no effect, with a warning if there are any."""
+        """Drops the gradients since the last update where DeepSpeed does: in stage 0,
+        and before the last backward of an accumulation in stages 1 and 3. Elsewhere it
+        has no effect, with a warning if there are any."""
         self._engine().drop_grads(to_none=set_to_none, of="optimizer")
 
     step = no_step  # type: ignore[assignment]
 
     def backward(self, loss: Any, retain_graph: bool = False) -> NoReturn:
-        raise RuntimeError("optimizer.backward: must be called through the engine; call engine.backward(loss)")
+        raise RuntimeError(
+            "optimizer.backward: must be called through the engine; call engine.backward(loss)"
+        )
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """The engine's."""
@@ -215,16 +252,20 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Does nothing, as the engine's."""
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state and the hyper-parameters, for the same configuration and number of ranks."""
+        """This rank's part of the state and the hyper-parameters, for the same
+        configuration and number of ranks.
+        """
         engine = self._engine()
         self.settle()
         return state_dict_of(engine.active_step(), engine.state, self.param_groups)
 
     def load_state_dict(self, state_dict: Any, *others: Any, **kwargs: Any) -> None:
-        """Sets this rank's part from a `state_dict()`, or from a list of those of all ranks. *Collective:* every rank.
+        """Sets this rank's part from a `state_dict()`, or from a list of those of all
+        ranks. *Collective:* every rank.
 
         Raises:
-            ValueError: it is of another rank, another number of ranks or another configuration.
+            ValueError: it is of another rank, another number of ranks or another
+                configuration.
         """
         engine = self._engine()
         step = engine.active_step()
@@ -236,20 +277,24 @@ class EngineOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: Hyper) -> None:
         if "overflow" in self.__dict__:
             raise RuntimeError(
-                "optimizer.add_param_group: groups are sharded over the ranks when the engine is made; pass all of them to "
-                "initialize, including frozen parameters that are trained later"
+                "optimizer.add_param_group: groups are sharded over the ranks when the engine is "
+                "made; pass all of them to initialize, including frozen parameters that are "
+                "trained later"
             )
         super().add_param_group(param_group)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"engine.optimizer: has no {name!r}, for the flat buffers and hooks of DeepSpeed's optimizers are not here; "
-            f"fzero.deepspeed.utils.safe_get_full_… reads weights, gradients and optimizer state, and engine.step() updates"
+            f"engine.optimizer: has no {name!r}, for the flat buffers and hooks of DeepSpeed's "
+            f"optimizers are not here; fzero.deepspeed.utils.safe_get_full_… reads weights, "
+            f"gradients and optimizer state, and engine.step() updates"
         )
 
 
 class WrappingOptimizer(EngineOptimizer):
-    """`engine.optimizer` where DeepSpeed wraps the script's optimizer, or the configured one: but in stage 0 in fp32."""
+    """`engine.optimizer` where DeepSpeed wraps the script's optimizer, or the
+    configured one: but in stage 0 in fp32.
+    """
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -279,7 +324,8 @@ def make_optimizer(
     kind: type[torch.optim.Optimizer],
     client: torch.optim.Optimizer | None = None,
 ) -> EngineOptimizer:
-    """The optimizer of an engine, which shows `initialize` one of the class that DeepSpeed's has in this stage.
+    """The optimizer of an engine, which shows `initialize` one of the class that
+    DeepSpeed's has in this stage.
 
     Args:
         kind: the class that the configuration names.
@@ -290,7 +336,8 @@ def make_optimizer(
     found = kinds[stage](groups, engine) if wraps else EngineOptimizer(groups, engine)
     if client is None:
         client = kind.__new__(kind)
-        torch.optim.Optimizer.__init__(client, found.param_groups, {})  # the class's own would add to the groups
+        # the class's own would add to the groups
+        torch.optim.Optimizer.__init__(client, found.param_groups, {})
         client.defaults = found.defaults
     found.stands_for(client)
     if not wraps:
@@ -299,17 +346,24 @@ def make_optimizer(
 
 
 class ConfiguredScheduler:
-    """`lr_scheduler` of a configuration: writes the learning rates of its schedule into the optimizer's groups.
+    """`lr_scheduler` of a configuration: writes the learning rates of its schedule into
+    the optimizer's groups.
 
     Args:
         optimizer: receives the rates in its groups.
         rates: the learning rate of each group at the update after n others.
         momentum: the first beta likewise, where the schedule changes it.
-        kind: the schedule's name in the configuration; `isinstance` of DeepSpeed's class of that name is true.
+        kind: the schedule's name in the configuration; `isinstance` of DeepSpeed's
+            class of that name is true.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, rates: Sequence[Schedule], momentum: Schedule | None, *, kind: str = ""
+        self,
+        optimizer: torch.optim.Optimizer,
+        rates: Sequence[Schedule],
+        momentum: Schedule | None,
+        *,
+        kind: str = "",
     ) -> None:
         self.kind = kind
         self.optimizer, self._rates, self._momentum = optimizer, list(rates), momentum
@@ -319,7 +373,9 @@ class ConfiguredScheduler:
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Advances by one update, or to the one after `last_batch_iteration`."""
         last = self.last_batch_iteration
-        self.last_batch_iteration = last + 1 if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = (
+            last + 1 if last_batch_iteration is None else last_batch_iteration
+        )
         self._write()
 
     def _write(self) -> None:
@@ -334,11 +390,14 @@ class ConfiguredScheduler:
 
     def get_last_lr(self) -> list[float]:
         """The rates that the last `step` set."""
-        assert self.last_batch_iteration >= 0, "need to call step() first"  # transformers looks for these words
+        # transformers looks for these words
+        assert self.last_batch_iteration >= 0, "need to call step() first"
         return self.get_lr()
 
     def get_mom(self) -> list[Any] | None:
-        """The betas or the momentum of each group, where the schedule changes them; else None, as in DeepSpeed."""
+        """The betas or the momentum of each group, where the schedule changes them;
+        else None, as in DeepSpeed.
+        """
         if self._momentum is None:
             return None
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]

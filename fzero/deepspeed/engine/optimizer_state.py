@@ -1,7 +1,8 @@
-"""This rank's part of the optimizer's state as a dict, for scripts that save it by themselves.
+"""This rank's part of the optimizer's state as a dict, for scripts that save it by
+themselves.
 
-It holds the flat shards, so that it fits the same configuration on the same number of ranks only. `Engine.save_checkpoint` saves
-the whole state for any number of ranks.
+It holds the flat shards, so that it fits the same configuration on the same number of
+ranks only. `Engine.save_checkpoint` saves the whole state for any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from fzero.storage.file_tensor import in_memory
 from fzero.storage.shard_transfer import part_of
 
 
-def state_dict_of(step: TrainStep, state: TrainState[Tensor], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Hyper-parameters, and this rank's tensors: those in memory themselves, as in torch.optim, those in files as copies."""
+def state_dict_of(
+    step: TrainStep, state: TrainState[Tensor], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Hyper-parameters, and this rank's tensors: those in memory themselves, as in
+    torch.optim, those in files as copies.
+    """
     return {
         "rank": step.rank,
         "world_size": step.world_size,
@@ -35,9 +40,11 @@ def state_dict_of(step: TrainStep, state: TrainState[Tensor], groups: Sequence[M
 def load_state_dict(
     step: TrainStep, state: TrainState[Tensor], groups: Sequence[dict[str, Any]], given: Any
 ) -> TrainState[Tensor]:
-    """The state with the tensors of a dict from `state_dict_of` on this rank, and hyper-parameters written into the groups.
+    """The state with the tensors of a dict from `state_dict_of` on this rank, and
+    hyper-parameters written into the groups.
 
-    *Collective* where there are masters: every rank, because the model's parameters are made from them.
+    *Collective* where there are masters: every rank, because the model's parameters are
+    made from them.
 
     Args:
         given: the dict, or a list with those of all ranks.
@@ -45,7 +52,11 @@ def load_state_dict(
     Raises:
         ValueError: it is of another rank, another number of ranks, or another plan.
     """
-    found = given[step.rank] if isinstance(given, list | tuple) and len(given) == step.world_size else given
+    found = (
+        given[step.rank]
+        if isinstance(given, list | tuple) and len(given) == step.world_size
+        else given
+    )
     saved = found.get("state", {}) if isinstance(found, Mapping) else {}
     own = dict(zip(_names(state), _leaves(state), strict=True))
     here = (step.rank, step.world_size, {name: x.numel() for name, x in own.items()})
@@ -55,9 +66,10 @@ def load_state_dict(
     )
     if here != there or len(found["param_groups"]) != len(groups):
         raise ValueError(
-            f"optimizer.load_state_dict: must be given what optimizer.state_dict() returned on this rank ({step.rank} of "
-            f"{step.world_size}) under the same configuration, got that of rank {there[0]} of {there[1]}; "
-            f"engine.save_checkpoint and load_checkpoint serve any number of ranks"
+            f"optimizer.load_state_dict: must be given what optimizer.state_dict() returned on "
+            f"this rank ({step.rank} of {step.world_size}) under the same configuration, got that "
+            f"of rank {there[0]} of {there[1]}; engine.save_checkpoint and load_checkpoint serve "
+            f"any number of ranks"
         )
     with torch.no_grad():
         for name, x in own.items():
@@ -72,7 +84,12 @@ def load_state_dict(
 
 
 def _parts(state: TrainState[Tensor]) -> dict[str, Any]:
-    return {"step": state.step, "master": state.master, "optimizer": state.optimizer, "loss_scale": state.loss_scale}
+    return {
+        "step": state.step,
+        "master": state.master,
+        "optimizer": state.optimizer,
+        "loss_scale": state.loss_scale,
+    }
 
 
 def _leaves(state: TrainState[Tensor]) -> list[Any]:

@@ -1,9 +1,12 @@
-"""`OutsideGrads`: gradients that reach a module's own parameters, from outside of the engine's forwards.
+"""`OutsideGrads`: gradients that reach a module's own parameters, from outside of the
+engine's forwards.
 
-A script may call a part of the module by itself (`engine.module.encode_image(x)`, a submodule), and a loss may use weights (a
-penalty, weights tied by hand). Outside of a forward the parameters that a rank holds in full are views of the state and leaves of
-autograd. A hook of the node that would add a gradient to `.grad` gives it to the backward of the engine instead, for which
-such uses are one more visit of a unit: it ends when the last of the unit's nodes has run.
+A script may call a part of the module by itself (`engine.module.encode_image(x)`, a
+submodule), and a loss may use weights (a penalty, weights tied by hand). Outside of a
+forward the parameters that a rank holds in full are views of the state and leaves of
+autograd. A hook of the node that would add a gradient to `.grad` gives it to the
+backward of the engine instead, for which such uses are one more visit of a unit: it
+ends when the last of the unit's nodes has run.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from fzero.deepspeed.engine.param_views import LiveParams, PartitionedParameter
 from fzero.runtime.eager import ForwardBackward, expect
 
 Takes = Callable[[str, Tensor | None], bool]
-"""Takes the gradient of a parameter, by its name; returns whether `.grad` must not get it."""
+"""Takes the gradient of a parameter, by its name; returns whether `.grad` must not get
+it.
+"""
 
 
 class OutsideGrads:
@@ -31,7 +36,8 @@ class OutsideGrads:
 
     Args:
         live: the parameters.
-        takes: a method, of which only a weak reference is kept: autograd's nodes hold their hooks.
+        takes: a method, of which only a weak reference is kept: autograd's nodes hold
+            their hooks.
     """
 
     def __init__(self, live: LiveParams, takes: Takes) -> None:
@@ -41,17 +47,26 @@ class OutsideGrads:
         self._missing = Counter[str]()  # per unit: gradients that the present backward will bring
 
     def watch(self) -> None:
-        """Watches all parameters that this rank holds in full and that require gradients."""
+        """Watches all parameters that this rank holds in full and that require
+        gradients.
+        """
         for name, param in self._live.own.items():
             if param.requires_grad and not isinstance(param, PartitionedParameter):
                 node = get_gradient_edge(param).node
                 if self._nodes.get(name) is not node:
-                    self._nodes[name], self._hooks[name] = node, node.register_prehook(self._hook(name))
+                    self._nodes[name], self._hooks[name] = (
+                        node,
+                        node.register_prehook(self._hook(name)),
+                    )
 
     def expect(self, work: ForwardBackward) -> None:
-        """Called in autograd's backward before its first gradient: finds what it will bring, before any unit is reduced."""
+        """Called in autograd's backward before its first gradient: finds what it will
+        bring, before any unit is reduced.
+        """
         running = map(torch._C._will_engine_execute_node, self._nodes.values())
-        self._missing = Counter(work.plan.homes[name][0].name for name in compress(self._nodes, running))
+        self._missing = Counter(
+            work.plan.homes[name][0].name for name in compress(self._nodes, running)
+        )
         if self._missing:
             expect(work, sorted(self._missing))
 
@@ -75,7 +90,11 @@ class OutsideGrads:
 
     def are_in(self, loss: Tensor) -> bool:
         """Whether the graph of a loss uses any of the parameters."""
-        own, seen, nodes = {*self._nodes.values()}, set[Any](), list[Any]([get_gradient_edge(loss).node])
+        own, seen, nodes = (
+            {*self._nodes.values()},
+            set[Any](),
+            list[Any]([get_gradient_edge(loss).node]),
+        )
         while nodes:
             node = nodes.pop()
             if node in own:

@@ -1,4 +1,5 @@
-"""`TorchCheckpointEngine`: `engine.checkpoint_engine`, with which scripts write and read files of their own.
+"""`TorchCheckpointEngine`: `engine.checkpoint_engine`, with which scripts write and
+read files of their own.
 
 `engine.save_checkpoint` does not use it.
 """
@@ -46,14 +47,16 @@ class TorchCheckpointEngine:
         """The content of a file of torch.save.
 
         Raises:
-            ValueError: it cannot be read, or names other classes than tensors and containers of plain values have.
+            ValueError: it cannot be read, or names other classes than tensors and
+                containers of plain values have.
         """
         try:
             return load_tensors(Path(path), map_location=map_location)
         except UnsafePickleError as error:
             raise ValueError(
-                f"checkpoint_engine.load: {path} must hold tensors and plain values, and needs {error}, which may run code; save "
-                f"plain values, or read a file that you trust with torch.load(path, weights_only=False)"
+                f"checkpoint_engine.load: {path} must hold tensors and plain values, and needs "
+                f"{error}, which may run code; save plain values, or read a file that you trust "
+                f"with torch.load(path, weights_only=False)"
             ) from None
         except ValueError as error:
             raise ValueError(f"checkpoint_engine.load: {path} {error}; take another file") from None

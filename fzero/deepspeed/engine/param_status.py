@@ -1,4 +1,6 @@
-"""The attributes that DeepSpeed's stage 3 sets on parameters. Scripts read them to learn what a rank holds."""
+"""The attributes that DeepSpeed's stage 3 sets on parameters. Scripts read them to
+learn what a rank holds.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ class ZeroParamStatus(Enum):
 
 @contextmanager
 def available() -> Iterator[None]:
-    """Inside, `ds_status` of a tensor without one is AVAILABLE: in a forward or backward of stage 3 code gets parameters with
-    their values, in tensors that are not the module's own (TRL's fused losses ask for it).
+    """Inside, `ds_status` of a tensor without one is AVAILABLE: in a forward or
+    backward of stage 3 code gets parameters with their values, in tensors that are not
+    the module's own (TRL's fused losses ask for it).
     """
     is_outermost = not hasattr(Tensor, "ds_status")
     Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
@@ -37,13 +40,21 @@ _SET = ("ds_id", "ds_status", "ds_numel", "ds_shape", "ds_persist", "ds_tensor")
 
 
 def mark(
-    param: nn.Parameter, index: int, shape: tuple[int, ...], own: Tensor | None, *, is_here: bool, persists: bool
+    param: nn.Parameter,
+    index: int,
+    shape: tuple[int, ...],
+    own: Tensor | None,
+    *,
+    is_here: bool,
+    persists: bool,
 ) -> None:
     """Sets `ds_id`, `ds_status`, `ds_numel`, `ds_shape`, `ds_persist` and `ds_tensor`.
 
     Args:
-        shape: the full shape, which the parameter itself has only while this rank holds its values.
-        own: this rank's elements (1-d); None where they are in a file, and there is no `ds_tensor`.
+        shape: the full shape, which the parameter itself has only while this rank holds
+            its values.
+        own: this rank's elements (1-d); None where they are in a file, and there is no
+            `ds_tensor`.
     """
     status = ZeroParamStatus.AVAILABLE if is_here else ZeroParamStatus.NOT_AVAILABLE
     values = (index, status, math.prod(shape), torch.Size(shape), persists, own)

@@ -1,9 +1,12 @@
-"""`LiveParams`: a module's parameters while an engine trains it, which are views of the state and own no memory.
+"""`LiveParams`: a module's parameters while an engine trains it, which are views of the
+state and own no memory.
 
-A parameter that this rank holds in full (stages 0 to 2, and persistent ones in stage 3) is a view of the state's flat buffer,
-and is read like any other. A sharded one has dtype and device, but no elements, as in DeepSpeed: its shape is `ds_shape`,
-`state_dict()` has an empty tensor for it, and computing with it raises an error with a fix. The parameter objects do not
-change, so a script's own references to them (in an optimizer, in a list) are still valid.
+A parameter that this rank holds in full (stages 0 to 2, and persistent ones in stage 3)
+is a view of the state's flat buffer, and is read like any other. A sharded one has
+dtype and device, but no elements, as in DeepSpeed: its shape is `ds_shape`,
+`state_dict()` has an empty tensor for it, and computing with it raises an error with a
+fix. The parameter objects do not change, so a script's own references to them (in an
+optimizer, in a list) are still valid.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ class PartitionedParameter(nn.Parameter):
 
     fzero_name: str
     fzero_plain: nn.Parameter
-    """A plain one of the full shape: for torch.compile, which inspects parameters that a call replaces, and for plans."""
+    """A plain one of the full shape: for torch.compile, which inspects parameters that
+    a call replaces, and for plans.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,16 +56,20 @@ class PartitionedParameter(nn.Parameter):
         elif needs_values(func, args, kwargs):
             found = next((x for x in given if isinstance(x, PartitionedParameter)), None)
             raise PartitionedParameterError(
-                f"parameter {getattr(found, 'fzero_name', '')!r}: is sharded over the ranks and has no values here, and "
-                f"{used or func} needs them; call its module on all ranks, compute inside the engine's forward, or inside "
-                f"`with fzero.deepspeed.zero.GatheredParameters(...)`; engine.gathered() returns a dict of all, for "
-                f"torch.func.functional_call, and engine.save_16bit_model writes them"
+                f"parameter {getattr(found, 'fzero_name', '')!r}: is sharded over the ranks and "
+                f"has no values here, and {used or func} needs them; call its module on all ranks, "
+                f"compute inside the engine's forward, or inside `with "
+                f"fzero.deepspeed.zero.GatheredParameters(...)`; engine.gathered() returns a dict "
+                f"of all, for torch.func.functional_call, and engine.save_16bit_model writes them"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self.fzero_name!r}, shape={tuple(self.fzero_plain.shape)}, dtype={self.dtype})"
+        return (
+            f"{type(self).__name__}({self.fzero_name!r}, "
+            f"shape={tuple(self.fzero_plain.shape)}, dtype={self.dtype})"
+        )
 
 
 class LiveParams:
@@ -68,7 +77,8 @@ class LiveParams:
 
     Attributes:
         own: the module's parameters by their first names.
-        shown: the names of those that have other values than the state's at present (`gathered`, `GatheredParameters`).
+        shown: the names of those that have other values than the state's at present
+            (`gathered`, `GatheredParameters`).
     """
 
     def __init__(self, model: nn.Module, plan: Plan, rank: int) -> None:
@@ -83,7 +93,9 @@ class LiveParams:
                     name = plan.aliases.get(dot + key, dot + key)
                     if name not in self.own:  # on `meta` it cannot hold values
                         is_new = param.is_meta
-                        self.own[name] = nn.Parameter(torch.empty(0), param.requires_grad) if is_new else param
+                        self.own[name] = (
+                            nn.Parameter(torch.empty(0), param.requires_grad) if is_new else param
+                        )
                     module._parameters[key] = self.own[name]
                     self._slots.append((module, key, name))
         self._names = {id(param): name for name, param in self.own.items()}
@@ -92,26 +104,34 @@ class LiveParams:
         self.follow(plan)
         for param in self.own.values():
             param.grad = None
-        self._given: dict[str, tuple[int, torch.dtype, int]] = {}  # values of `show`: address, dtype, version
+        # values of `show`: address, dtype, version
+        self._given: dict[str, tuple[int, torch.dtype, int]] = {}
         self._modules = list(model.modules())
         self._children = self._look_at_modules()
 
     def _look_at_modules(self) -> list[int]:
-        """The children of every module, and how many parameters it has: a new one is in none of `_slots`."""
+        """The children of every module, and how many parameters it has: a new one is in
+        none of `_slots`.
+        """
         children = chain.from_iterable(map(dict.values, map(attrgetter("_modules"), self._modules)))
         return [*map(id, children), *map(len, map(attrgetter("_parameters"), self._modules))]
 
     def check_modules(self) -> None:
-        """Raises where a script has replaced, moved, added or removed parameters, or modules with parameters."""
+        """Raises where a script has replaced, moved, added or removed parameters, or
+        modules with parameters.
+        """
         if self._look_at_modules() == self._children:
             return
-        now = {n: x for n, x in self.model.named_parameters(remove_duplicate=False) if x is not None}
+        now = {
+            n: x for n, x in self.model.named_parameters(remove_duplicate=False) if x is not None
+        }
         for name in {**now, **self.own}:
             if now.get(name) is not self.own.get(self.plan.aliases.get(name, name)):
                 raise ValueError(
-                    f"parameter {name!r}: must be the one that was passed to initialize, and it or its module was replaced, "
-                    f"moved, added or removed since; its new parameters would not be trained (in DeepSpeed, too); change the "
-                    f"model before initialize, or initialize another engine with the changed model"
+                    f"parameter {name!r}: must be the one that was passed to initialize, and it or "
+                    f"its module was replaced, moved, added or removed since; its new parameters "
+                    f"would not be trained (in DeepSpeed, too); change the model before "
+                    f"initialize, or initialize another engine with the changed model"
                 )
         self._modules = list(self.model.modules())
         self._children = self._look_at_modules()
@@ -120,10 +140,14 @@ class LiveParams:
         """Switches to states of another plan of the same model."""
         self.plan = plan
         self._masters = {n for b in plan.flat_buffers if b.has_master for n in b.layout.names}
-        self._sharded = {n for b in plan.flat_buffers if b.flow.gathers_over for n in b.layout.names}
+        self._sharded = {
+            n for b in plan.flat_buffers if b.flow.gathers_over for n in b.layout.names
+        }
 
     def follow_flags(self) -> None:
-        """Passes the present `requires_grad` flags on to the parameters that torch.compile sees."""
+        """Passes the present `requires_grad` flags on to the parameters that
+        torch.compile sees.
+        """
         for param in self.own.values():
             if isinstance(param, PartitionedParameter):
                 param.fzero_plain.requires_grad_(param.requires_grad)
@@ -154,7 +178,9 @@ class LiveParams:
         self._given[name] = _identity(param)
         self._mark(name, tuple(value.shape), is_here=True)
 
-    def hide(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def hide(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Removes a parameter's values; its dtype and device are kept."""
         param = self.own[name]
         if isinstance(param, PartitionedParameter):
@@ -164,7 +190,9 @@ class LiveParams:
         param.data = torch.empty(shape if is_empty else (0,), dtype=dtype, device=device)
         param.grad = None
         if not is_empty:
-            nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+            nothing = torch.full(
+                (), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device
+            )
             plain = nn.Parameter(nothing.expand(shape), requires_grad=param.requires_grad)
             param.__dict__ |= {"fzero_name": name, "fzero_plain": plain, "fzero_class": type(param)}
             param.__class__ = PartitionedParameter
@@ -172,7 +200,9 @@ class LiveParams:
 
     @contextmanager
     def shaped(self) -> Iterator[None]:
-        """Inside, sharded parameters have their full shapes, without values: to plan another step."""
+        """Inside, sharded parameters have their full shapes, without values: to plan
+        another step.
+        """
         away = [param for param in self.own.values() if isinstance(param, PartitionedParameter)]
         for param in away:
             param.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -188,7 +218,14 @@ class LiveParams:
         """Sets the attributes of DeepSpeed's stage 3."""
         if self.plan.row.shards("params"):
             persists = name not in self._sharded
-            mark(self.own[name], self._indices[name], shape, self._own[name], is_here=is_here, persists=persists)
+            mark(
+                self.own[name],
+                self._indices[name],
+                shape,
+                self._own[name],
+                is_here=is_here,
+                persists=persists,
+            )
 
     def close(self) -> None:
         """Removes the attributes of DeepSpeed's stage 3."""
@@ -196,17 +233,19 @@ class LiveParams:
             unmark(param)
 
     def check(self) -> None:
-        """Raises where a script has changed its module in a way that the state does not see and that would be lost.
+        """Raises where a script has changed its module in a way that the state does not
+        see and that would be lost.
 
-        Values are checked only where there is a master, which would overwrite them in the update; writes through `param.data`
-        are not detected.
+        Values are checked only where there is a master, which would overwrite them in
+        the update; writes through `param.data` are not detected.
         """
         self.check_modules()
         for module, key, name in self._slots:
             if module._parameters.get(key) is not self.own[name]:
                 raise ValueError(
-                    f"parameter {name!r}: must be the one that was passed to initialize, and was replaced by another, which "
-                    f"is not trained; write to it inside GatheredParameters(..., modifier_rank=0), or change the model before "
+                    f"parameter {name!r}: must be the one that was passed to initialize, and was "
+                    f"replaced by another, which is not trained; write to it inside "
+                    f"GatheredParameters(..., modifier_rank=0), or change the model before "
                     f"initialize"
                 )
         for name, param in self.own.items():
@@ -217,14 +256,15 @@ class LiveParams:
             now = _identity(param)
             if now[:2] != given[:2]:
                 raise ValueError(
-                    f"parameter {name!r}: must remain a view of the state, and got other memory (module.half(), .to(...), "
-                    f"param.data = ...), which is not trained; leave that out, and write values inside "
-                    f"GatheredParameters(..., modifier_rank=0)"
+                    f"parameter {name!r}: must remain a view of the state, and got other memory "
+                    f"(module.half(), .to(...), param.data = ...), which is not trained; leave "
+                    f"that out, and write values inside GatheredParameters(..., modifier_rank=0)"
                 )
             if now != given and name in self._masters:
                 raise ValueError(
-                    f"parameter {name!r}: must not be written to directly, and was; the update would overwrite its {param.dtype} "
-                    f"values from the unchanged master; write inside GatheredParameters(..., modifier_rank=0), or with "
+                    f"parameter {name!r}: must not be written to directly, and was; the update "
+                    f"would overwrite its {param.dtype} values from the unchanged master; write "
+                    f"inside GatheredParameters(..., modifier_rank=0), or with "
                     f"safe_set_full_fp32_param"
                 )
 
@@ -234,8 +274,12 @@ class LiveParams:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether some parameters are replaced by other tensors at present (`torch.func.functional_call` does that)."""
-        return any(module._parameters.get(key) is not self.own[name] for module, key, name in self._slots)
+        """Whether some parameters are replaced by other tensors at present
+        (`torch.func.functional_call` does that).
+        """
+        return any(
+            module._parameters.get(key) is not self.own[name] for module, key, name in self._slots
+        )
 
     @property
     def is_away(self) -> bool:

@@ -1,7 +1,9 @@
-"""Parts of an engine's module that a script calls by themselves in stage 3, where parameters have no values outside of a forward.
+"""Parts of an engine's module that a script calls by themselves in stage 3, where
+parameters have no values outside of a forward.
 
-A call of a submodule there is a forward of the engine of its own: its units are gathered, and a backward goes back through it,
-as through any other. Inside of a forward, and while the module has its values (`gathered`), a part runs as it is.
+A call of a submodule there is a forward of the engine of its own: its units are
+gathered, and a backward goes back through it, as through any other. Inside of a
+forward, and while the module has its values (`gathered`), a part runs as it is.
 """
 
 from __future__ import annotations
@@ -27,12 +29,18 @@ class RunsParts(Protocol):
     def repeated(self) -> ForwardBackward | None: ...
 
     def run_part(
-        self, name: str, function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        function: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any: ...
 
 
 class PartForward:
-    """Replaces the `forward` of a submodule. A copy of the submodule gets the original one."""
+    """Replaces the `forward` of a submodule. A copy of the submodule gets the original
+    one.
+    """
 
     def __init__(self, engine: RunsParts, name: str, module: nn.Module) -> None:
         self.engine, self.name, self.module = engine, name, module
@@ -50,12 +58,15 @@ class PartForward:
         return self.engine.run_part(self.name, self._within, inputs, kwargs)
 
     def _within(self, *inputs: Any, **kwargs: Any) -> Any:
-        if isinstance(self.module, nn.RNNBase):  # the hook for this has its turn before the module is bound
+        # the hook for this has its turn before the module is bound
+        if isinstance(self.module, nn.RNNBase):
             fill_flat_weights(self.module, inputs)
         return self.original(*inputs, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For copies and pickles: the method of the copy's class, or the module's own original function."""
+        """For copies and pickles: the method of the copy's class, or the module's own
+        original function.
+        """
         return (_same, (self.original,)) if self.own else (getattr, (self.module, "forward"))
 
 

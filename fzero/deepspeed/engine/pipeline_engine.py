@@ -1,4 +1,6 @@
-"""`PipelineEngine`: the engine of a `PipelineModule`, under DeepSpeed's names. `train_batch` makes a whole step."""
+"""`PipelineEngine`: the engine of a `PipelineModule`, under DeepSpeed's names.
+`train_batch` makes a whole step.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ from fzero.step import TrainStep
 
 
 class PipelineEngine(Engine):
-    """Made by `initialize` of a `PipelineModule`. A step is one call of `train_batch`, on every rank.
+    """Made by `initialize` of a `PipelineModule`. A step is one call of `train_batch`,
+    on every rank.
 
     Attributes:
-        total_loss, agg_train_loss: the loss of the last batch, the mean over micro-batches and data ranks; None before it.
-        loss: on the last stage this rank's loss of the micro-batch that ran last, in training or evaluation, without its graph;
-            0 on other stages and before the first one.
-        is_pipe_parallel, is_data_parallel: whether there are several stages, and several ranks of each.
+        total_loss, agg_train_loss: the loss of the last batch, the mean over
+            micro-batches and data ranks; None before it.
+        loss: on the last stage this rank's loss of the micro-batch that ran last, in
+            training or evaluation, without its graph; 0 on other stages and before the
+            first one.
+        is_pipe_parallel, is_data_parallel: whether there are several stages, and
+            several ranks of each.
     """
 
     module: PipelineModule
@@ -41,25 +47,35 @@ class PipelineEngine(Engine):
     _batch_fn: Any = None
     is_model_parallel = False
 
-    # --- steps ------------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One update from the next micro-batches, `micro_batches` of them; returns the mean loss, equal on all ranks.
+        """One update from the next micro-batches, `micro_batches` of them; returns the
+        mean loss, equal on all ranks.
 
         *Collective:* every rank.
 
         Args:
-            data_iter: yields (inputs, labels); only the first and the last stage read theirs. None takes that of
-                `set_dataiterator`, `set_dataloader` or `training_data`.
+            data_iter: yields (inputs, labels); only the first and the last stage read
+                theirs. None takes that of `set_dataiterator`, `set_dataloader` or
+                `training_data`.
 
         Raises:
-            RuntimeError: gradients are disabled, there is no data, or the engine has no optimizer.
-            ValueError: on every rank, where one has fewer micro-batches, or no (inputs, labels).
+            RuntimeError: gradients are disabled, there is no data, or the engine has no
+                optimizer.
+            ValueError: on every rank, where one has fewer micro-batches, or no (inputs,
+                labels).
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch: must be called with gradients enabled; call eval_batch in torch.no_grad")
+            raise RuntimeError(
+                "train_batch: must be called with gradients enabled; call eval_batch in "
+                "torch.no_grad"
+            )
         if self.live_optimizer is None:
-            raise RuntimeError("train_batch: this engine has no optimizer; give initialize one, or the configuration")
+            raise RuntimeError(
+                "train_batch: this engine has no optimizer; give initialize one, or the "
+                "configuration"
+            )
         self.live.check()
         self._begin_batch()
         self.live_optimizer.settle()
@@ -69,7 +85,9 @@ class PipelineEngine(Engine):
                 self.state, self.metrics = step(self.state, self._items(data_iter))
                 self.train_step = step
                 overflow = self.metrics.overflow
-                self._has_updated(overflow=lambda: int(overflow), num_micro_steps=self.micro_batches)
+                self._has_updated(
+                    overflow=lambda: int(overflow), num_micro_steps=self.micro_batches
+                )
             self._step_scheduler({})
         self.micro_steps += self.micro_batches
         self._report(before)
@@ -86,27 +104,34 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of the next micro-batches, without gradients and in evaluation mode; equal on all ranks.
+        """The mean loss of the next micro-batches, without gradients and in evaluation
+        mode; equal on all ranks.
 
         *Collective:* every rank.
 
         Args:
             data_iter: as for `train_batch`, for this call alone.
-            return_logits: also returns the last layer's outputs, joined along their first dimension; None on other stages.
-            compute_loss: False returns the outputs of the last layer instead of a loss; None on other stages.
+            return_logits: also returns the last layer's outputs, joined along their
+                first dimension; None on other stages.
+            compute_loss: False returns the outputs of the last layer instead of a loss;
+                None on other stages.
             reduce_output: `"avg"` returns their mean; None returns them as a list.
             bcast_loss: has no effect: every stage gets the loss.
             num_micro_batches: None is `micro_batches`.
 
         Raises:
-            ValueError: `reduce_output` or `num_micro_batches` is none of these; and as `train_batch`.
+            ValueError: `reduce_output` or `num_micro_batches` is none of these; and as
+                `train_batch`.
         """
         number = self.micro_batches if num_micro_batches is None else num_micro_batches
         if number < 1:
-            raise ValueError(f"eval_batch: num_micro_batches must be at least 1, got {number}; leave it out")
+            raise ValueError(
+                f"eval_batch: num_micro_batches must be at least 1, got {number}; leave it out"
+            )
         if reduce_output not in ("avg", None):
             raise ValueError(
-                f"eval_batch: reduce_output must be 'avg' or None, got {reduce_output!r}; pass one of these"
+                f"eval_batch: reduce_output must be 'avg' or None, got {reduce_output!r}; pass one "
+                f"of these"
             )
         self._begin_batch()
         active, of_training = self.active_step(), self._data_iterator
@@ -114,7 +139,9 @@ class PipelineEngine(Engine):
         stages, program = stages_of(run), run.program
         assert isinstance(program, PipelineProgram)
         try:
-            items = stages.agreed(self.state, self._items(data_iter), lambda one: list(islice(one, number)))
+            items = stages.agreed(
+                self.state, self._items(data_iter), lambda one: list(islice(one, number))
+            )
         finally:
             self._data_iterator = of_training
         passes = program.outputs(run, self.state, items, computes_loss=compute_loss)
@@ -126,7 +153,9 @@ class PipelineEngine(Engine):
         self._keep_loss(active)
         if not return_logits:
             return loss
-        return loss, None if outputs is None else torch.cat([out.reshape(-1, *out.shape[1:]) for out in outputs])
+        return loss, None if outputs is None else torch.cat(
+            [out.reshape(-1, *out.shape[1:]) for out in outputs]
+        )
 
     @property
     def loss(self) -> Tensor:
@@ -138,7 +167,9 @@ class PipelineEngine(Engine):
         self._last_loss = program.last_loss[0] if program.last_loss else None
 
     def _begin_batch(self) -> None:
-        """Brings the curriculum to the next step; the layers get no argument of it, and `set_batch_fn` may cut the batch."""
+        """Brings the curriculum to the next step; the layers get no argument of it, and
+        `set_batch_fn` may cut the batch.
+        """
         if self.curriculum_scheduler_legacy is not None:
             self.curriculum_scheduler_legacy.update_difficulty(self.global_steps + 1)
 
@@ -151,18 +182,24 @@ class PipelineEngine(Engine):
         elif self._data_iterator is None:
             if self.training_dataloader is None:
                 raise RuntimeError(
-                    "train_batch: needs an iterator of (inputs, labels), got none; pass data_iter, call set_dataiterator or "
-                    "set_dataloader, or give initialize training_data"
+                    "train_batch: needs an iterator of (inputs, labels), got none; pass data_iter, "
+                    "call set_dataiterator or set_dataloader, or give initialize training_data"
                 )
             self._data_iterator = iter(RepeatingLoader(self.training_dataloader))
-        return self._data_iterator if self._batch_fn is None else map(self._batch_fn, self._data_iterator)
+        return (
+            self._data_iterator
+            if self._batch_fn is None
+            else map(self._batch_fn, self._data_iterator)
+        )
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """The iterator of (inputs, labels) for `train_batch()`."""
         self._data_iterator = iterator
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """The loader of (inputs, labels) for `train_batch()`; it begins again at its end."""
+        """The loader of (inputs, labels) for `train_batch()`; it begins again at its
+        end.
+        """
         self._data_iterator = iter(RepeatingLoader(loader))  # type: ignore[arg-type]
 
     def set_batch_fn(self, fn: Any) -> None:
@@ -193,7 +230,7 @@ class PipelineEngine(Engine):
         """Raises: `train_batch` updates."""
         raise PipelineError("Only train_batch() is accessible in pipeline mode.")
 
-    # --- the place of this rank -------------------------------------------------------------------------------------------
+    # --- the place of this rank -------------------------------------------------------------------
 
     def is_first_stage(self) -> bool:
         return stages_of(self.train_step.runtime).is_first
@@ -217,7 +254,9 @@ class PipelineEngine(Engine):
     @property
     def grid(self) -> PipelineParallelGrid:
         """The places of all ranks."""
-        return grid_of(self.module, rank=self.train_step.rank if self.module.stage_id is None else None)
+        return grid_of(
+            self.module, rank=self.train_step.rank if self.module.stage_id is None else None
+        )
 
     mpu = grid
 
@@ -244,7 +283,7 @@ class PipelineEngine(Engine):
     def set_has_attention_mask(self, value: bool) -> None:
         """Does nothing: tensors of any dtype are sent as they are."""
 
-    # --- files ----------------------------------------------------------------------------------------------------------
+    # --- files ------------------------------------------------------------------------------------
 
     def random_state(self) -> Mapping[str, Tensor]:
         return self.state.rng  # layers draw keyed numbers, whose root is in the state
@@ -254,7 +293,8 @@ class PipelineEngine(Engine):
 
 
 def prepare(model: nn.Module, engine_keys: EngineKeys, mpu: Any) -> None:
-    """Builds the own layers of a `PipelineModule`, under the configuration's block `pipeline`. Does nothing to other modules.
+    """Builds the own layers of a `PipelineModule`, under the configuration's block
+    `pipeline`. Does nothing to other modules.
 
     Raises:
         ConfigError: the block or `mpu` contradicts the module.
@@ -262,18 +302,25 @@ def prepare(model: nn.Module, engine_keys: EngineKeys, mpu: Any) -> None:
     keys = engine_keys.pipeline
     if not isinstance(model, PipelineModule):
         if "pipeline" in engine_keys.model_fields_set:
-            text = f"pipeline: has no effect on a {type(model).__name__}; it is for a PipelineModule"
+            text = (
+                f"pipeline: has no effect on a {type(model).__name__}; it is for a PipelineModule"
+            )
             warnings.warn(text, ConfigWarning, stacklevel=3)
         return
     if mpu is not None:
-        raise ConfigError("mpu: must be None with a PipelineModule, which has its own topology; leave it out")
+        raise ConfigError(
+            "mpu: must be None with a PipelineModule, which has its own topology; leave it out"
+        )
     if keys.stages not in ("auto", model.num_stages):
         raise ConfigError(
-            f"pipeline.stages: must be 'auto' or the module's num_stages, {model.num_stages}, got {keys.stages!r}; leave it out"
+            f"pipeline.stages: must be 'auto' or the module's num_stages, {model.num_stages}, got "
+            f"{keys.stages!r}; leave it out"
         )
     for key, instead in (("partition", "partition_method="), ("seed_layers", "base_seed=")):
         if getattr(keys, key) != PipelineKeys.model_fields[key].default:
-            text = f"pipeline.{key}: has no effect, as in DeepSpeed; pass {instead} to PipelineModule"
+            text = (
+                f"pipeline.{key}: has no effect, as in DeepSpeed; pass {instead} to PipelineModule"
+            )
             warnings.warn(text, ConfigWarning, stacklevel=3)
     if keys.activation_checkpoint_interval:
         model.set_checkpoint_interval(keys.activation_checkpoint_interval)

@@ -1,8 +1,10 @@
-"""`ReplicaEdits`: what a script has written into state of which every rank holds a copy, so that ranks can compare it.
+"""`ReplicaEdits`: what a script has written into state of which every rank holds a
+copy, so that ranks can compare it.
 
-Gradients and moments in stage 0 are copies, and a rank that changes its own leaves the others without a word. PyTorch counts
-the changes of a tensor, so that a step without one costs nothing. A checksum of each changed tensor is sent with the numbers
-that ranks compare in the next backward.
+Gradients and moments in stage 0 are copies, and a rank that changes its own leaves the
+others without a word. PyTorch counts the changes of a tensor, so that a step without
+one costs nothing. A checksum of each changed tensor is sent with the numbers that ranks
+compare in the next backward.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from fzero.model.own_params import bits_of
 
 
 class _Shown(NamedTuple):
-    """A tensor that a script may write into: the copy's own tensor, its number of changes, and the script's view of it."""
+    """A tensor that a script may write into: the copy's own tensor, its number of
+    changes, and the script's view of it.
+    """
 
     tensor: Tensor
     version: int
@@ -43,7 +47,9 @@ class ReplicaEdits:
     def note(self, name: str, value: Tensor | str) -> None:
         """A script has set a value."""
         self.found[name] = (
-            value if isinstance(value, str) else f"values of checksum {bits_of(value).item() % 2**32:08x}"
+            value
+            if isinstance(value, str)
+            else f"values of checksum {bits_of(value).item() % 2**32:08x}"
         )
 
     def look(self) -> None:
@@ -59,7 +65,9 @@ class ReplicaEdits:
         return found
 
     def updated(self) -> None:
-        """An update has changed all tensors. Those that the script no longer holds are forgotten."""
+        """An update has changed all tensors. Those that the script no longer holds are
+        forgotten.
+        """
         self._shown = {
             name: _Shown(tensor, tensor._version, held)
             for name, (tensor, _, held) in self._shown.items()

@@ -1,16 +1,23 @@
-"""The tables of DeepSpeed's engine methods that read its configuration, and of those that fzero answers with a constant.
+"""The tables of DeepSpeed's engine methods that read its configuration, and of those
+that fzero answers with a constant.
 
-`Settings` has a method for every row. `GIVEN` reads the configuration as the script wrote it; a key that is left out or "auto"
-has DeepSpeed's default. `READ` is for values that the engine has. `CONSTANT` is for features that fzero does not have: they are
-off, or for what is always so. `REFUSED` is for methods that
-change how DeepSpeed trains, which have no counterpart here.
+`Settings` has a method for every row. `GIVEN` reads the configuration as the script
+wrote it; a key that is left out or "auto" has DeepSpeed's default. `READ` is for values
+that the engine has. `CONSTANT` is for features that fzero does not have: they are off,
+or for what is always so. `REFUSED` is for methods that change how DeepSpeed trains,
+which have no counterpart here.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-_ZERO, _OFFLOAD, _FP16, _BF16 = "zero_optimization", "zero_optimization.offload_optimizer", "fp16", "bf16"
+_ZERO, _OFFLOAD, _FP16, _BF16 = (
+    "zero_optimization",
+    "zero_optimization.offload_optimizer",
+    "fp16",
+    "bf16",
+)
 
 GIVEN: dict[str, tuple[str, Any]] = {
     "aio_config": ("aio", None),
@@ -58,7 +65,10 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "zero_quantized_weights": (f"{_ZERO}.zero_quantized_weights", False),
     "zero_reduce_scatter": (f"{_ZERO}.reduce_scatter", True),
     "zero_round_robin_gradients": (f"{_ZERO}.round_robin_gradients", False),
-    "zero_save_muon_momentum_buffer_in_memory": (f"{_ZERO}.save_muon_momentum_buffer_in_memory", False),
+    "zero_save_muon_momentum_buffer_in_memory": (
+        f"{_ZERO}.save_muon_momentum_buffer_in_memory",
+        False,
+    ),
     "zero_sub_group_size": (f"{_ZERO}.sub_group_size", 1_000_000_000),
     "zeropp_loco_param": (f"{_ZERO}.zeropp_loco_param", None),
     "mics_shard_size": (f"{_ZERO}.mics_shard_size", -1),
@@ -91,7 +101,9 @@ READ: dict[str, tuple[str, type | None]] = {
     "zero_optimization_stage": ("train_step.plan.row.number", int),
     "zero_reduce_bucket_size": ("cfg.zero_optimization.reduce_bucket_size", None),
 }
-"""Method: the attribute of the engine that it returns, such as a key of its configuration, and its type: null counts as false."""
+"""Method: the attribute of the engine that it returns, such as a key of its
+configuration, and its type: null counts as false.
+"""
 
 CONSTANT: dict[str, Any] = {
     "amp_enabled": False,
@@ -150,33 +162,51 @@ _BY_BACKWARD = "engine.backward(loss) reduces gradients, on all ranks together"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "all_gather_scalar", "allreduce_and_copy", "allreduce_bucket", "allreduce_no_retain",
-            "buffered_allreduce_fallback", "coalesce_grad_reduction", "sparse_all_gather", "sparse_allreduce",
-            "sparse_allreduce_bucket", "sparse_allreduce_no_retain",
+            "all_gather_scalar",
+            "allreduce_and_copy",
+            "allreduce_bucket",
+            "allreduce_no_retain",
+            "buffered_allreduce_fallback",
+            "coalesce_grad_reduction",
+            "sparse_all_gather",
+            "sparse_allreduce",
+            "sparse_allreduce_bucket",
+            "sparse_allreduce_no_retain",
         ),
         _BY_BACKWARD,
     ),
     "clip_fp32_gradients": "engine.step() clips them; set the key gradient_clipping",
     **dict.fromkeys(
         (
-            "get_autosp_backend", "get_autotp_backend", "get_deepcompile_backend", "get_deepspeed_compile_backend",
+            "get_autosp_backend",
+            "get_autotp_backend",
+            "get_deepcompile_backend",
+            "get_deepspeed_compile_backend",
             "register_compile_pass",
         ),
         "engine.compile() compiles the repeated blocks",
     ),
-    "get_optimizer_configuration": "engine.optimizer_name() and engine.optimizer_params() return it",
+    "get_optimizer_configuration": (
+        "engine.optimizer_name() and engine.optimizer_params() return it"
+    ),
     "load_moe_state_dict": "it has no mixtures of experts",
     "print_forward_breakdown": "the key wall_clock_breakdown prints a table after each update",
-}  # fmt: skip
+}
 """Method: the end of the sentence `engine.<method>: fzero has none: …`."""
 
 
 def look_up(config: Any, key: str, default: Any) -> Any:
     """The value of a dotted key; the default where it is missing or "auto".
 
-    >>> look_up({"zero_optimization": {"stage": 3, "overlap_comm": "auto"}}, "zero_optimization.stage", 0)
+    >>> look_up(
+    ...     {"zero_optimization": {"stage": 3, "overlap_comm": "auto"}},
+    ...     "zero_optimization.stage",
+    ...     0,
+    ... )
     3
-    >>> look_up({"zero_optimization": {"overlap_comm": "auto"}}, "zero_optimization.overlap_comm", False)
+    >>> look_up(
+    ...     {"zero_optimization": {"overlap_comm": "auto"}}, "zero_optimization.overlap_comm", False
+    ... )
     False
     """
     for part in key.split("."):

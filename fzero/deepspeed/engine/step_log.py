@@ -1,7 +1,9 @@
-"""`StepLog`, `CommsLog`: an engine's reports on the time, memory, modules and collectives of its steps.
+"""`StepLog`, `CommsLog`: an engine's reports on the time, memory, modules and
+collectives of its steps.
 
-They serve the keys `wall_clock_breakdown`, `memory_breakdown`, `flops_profiler` and `comms_logger`; without these keys nothing
-is measured. On CUDA the host waits for the device at the end of each part, so that the times are those of the device.
+They serve the keys `wall_clock_breakdown`, `memory_breakdown`, `flops_profiler` and
+`comms_logger`; without these keys nothing is measured. On CUDA the host waits for the
+device at the end of each part, so that the times are those of the device.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from fzero.deepspeed.engine.config_keys import CommsLoggerKeys, EngineKeys
 from fzero.plans.plan import Plan
 from fzero.profiling.module_timer import ModuleTimer
 from fzero.profiling.profiler import matrix_rate
-from fzero.profiling.reports import MemoryRow, Profile, comms_table, memory_table, waits_table, wall_clock_table
+from fzero.profiling.reports import (
+    MemoryRow,
+    Profile,
+    comms_table,
+    memory_table,
+    waits_table,
+    wall_clock_table,
+)
 from fzero.storage.host_memory import process_memory
 
 Part = Literal["forward", "backward", "update"]
@@ -37,9 +46,22 @@ class StepLog:
     """
 
     def __init__(
-        self, keys: EngineKeys, model: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype, *, is_on: bool
+        self,
+        keys: EngineKeys,
+        model: nn.Module,
+        plan: Plan,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        is_on: bool,
     ) -> None:
-        self._keys, self._model, self._plan, self._device, self._dtype = keys, model, plan, device, dtype
+        self._keys, self._model, self._plan, self._device, self._dtype = (
+            keys,
+            model,
+            plan,
+            device,
+            dtype,
+        )
         wanted = keys.wall_clock_breakdown or keys.memory_breakdown or keys.flops_profiler.enabled
         self._is_on = is_on and bool(wanted)
         self.profile: Profile | None = None
@@ -53,10 +75,12 @@ class StepLog:
 
     @contextmanager
     def of(self, part: Part, step: int, *, trains: bool = True) -> Iterator[None]:
-        """Measures a part of the step after `step` updates; an error drops the measurements of the step.
+        """Measures a part of the step after `step` updates; an error drops the
+        measurements of the step.
 
         Args:
-            trains: whether a backward may follow; other forwards, such as an evaluation, are not measured.
+            trains: whether a backward may follow; other forwards, such as an
+                evaluation, are not measured.
         """
         if not self._is_on or not trains:
             yield
@@ -66,7 +90,11 @@ class StepLog:
         waited, began = collectives.waited(), self._now()
         profiler = self._keys.flops_profiler
         try:
-            with self._profiling(part) if profiler.enabled and profiler.profile_step == step else nullcontext():
+            with (
+                self._profiling(part)
+                if profiler.enabled and profiler.profile_step == step
+                else nullcontext()
+            ):
                 yield
         except BaseException:
             self._forget()
@@ -99,7 +127,9 @@ class StepLog:
     def _profiling(self, part: Part) -> Iterator[None]:
         if self._modules is None:
             self._modules = ModuleTimer(self._model, self._now, counts=True)
-        how = {"forward": self._modules.forward, "backward": self._modules.backward}.get(part, nullcontext)
+        how = {"forward": self._modules.forward, "backward": self._modules.backward}.get(
+            part, nullcontext
+        )
         with how():
             yield
 
@@ -119,21 +149,26 @@ class StepLog:
         for (_, purpose), seconds in self._waited.items():
             waited[_said(purpose)] += seconds  # type: ignore[assignment]
         found = self.profile = Profile(
-            modules.profiles(), self._seconds["forward"], self._seconds["backward"], self._seconds["update"],
+            modules.profiles(),
+            self._seconds["forward"],
+            self._seconds["backward"],
+            self._seconds["update"],
             matrix_rate(self._device, self._dtype),
             {name: seconds for name, seconds in waited.items() if seconds},
-        )  # fmt: skip
+        )
         how: dict[str, Any] = {
-            "module_depth": keys.module_depth, "top_modules": keys.top_modules, "detailed": keys.detailed,
-        }  # fmt: skip
+            "module_depth": keys.module_depth,
+            "top_modules": keys.top_modules,
+            "detailed": keys.detailed,
+        }
         if keys.output_file is None:
             return [found.report(**how)]
         try:
             found.show(output_file=keys.output_file, **how)
         except OSError as error:  # must not raise here: the other ranks go on
             warnings.warn(
-                f"flops_profiler.output_file: must be a file that can be written, got {keys.output_file!r} ({error}); it is "
-                f"printed instead",
+                f"flops_profiler.output_file: must be a file that can be written, got "
+                f"{keys.output_file!r} ({error}); it is printed instead",
                 stacklevel=2,
             )
             return [found.report(**how)]
@@ -144,18 +179,21 @@ def _memory(part: str, device: torch.device) -> MemoryRow:
     host = process_memory("VmRSS")
     if device.type != "cuda":
         return MemoryRow(part, host, None, None)
-    return MemoryRow(part, host, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+    return MemoryRow(
+        part, host, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    )
 
 
 def _said(purpose: str) -> str:
     return PURPOSES.get(purpose, purpose)  # type: ignore[call-overload, no-any-return]
 
 
-# --- collectives -------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 class CommsLog:
-    """Counts the collectives of this rank since the engine was made, for `comms_logger`.
+    """Counts the collectives of this rank since the engine was made, for
+    `comms_logger`.
 
     Args:
         keys: select the collectives.
@@ -173,13 +211,21 @@ class CommsLog:
         name = f"{sent.collective} ({sent.label})" if self.keys.debug else sent.collective
         self.counts[name, sent.axis, sent.nbytes] += 1
         if self._say is not None:
-            self._say(f"comm: {sent.collective} along {sent.axis}: {sent.label}, {sent.nbytes:,} bytes")
+            self._say(
+                f"comm: {sent.collective} along {sent.axis}: {sent.label}, {sent.nbytes:,} bytes"
+            )
 
     @property
     def waited(self) -> dict[str, float]:
-        """Seconds that the host has waited for collectives since then, by their purpose."""
+        """Seconds that the host has waited for collectives since then, by their
+        purpose.
+        """
         before = self._waited_before
-        return {_said(p): s - before.get(p, 0.0) for p, s in collectives.waited().items() if s > before.get(p, 0.0)}
+        return {
+            _said(p): s - before.get(p, 0.0)
+            for p, s in collectives.waited().items()
+            if s > before.get(p, 0.0)
+        }
 
     def tables(self, waited: Sequence[Mapping[str, float]] = ()) -> list[RenderableType]:
         """The tables of collectives and of waits.
@@ -190,7 +236,9 @@ class CommsLog:
         return [comms_table(self.counts), waits_table(waited or [self.waited])]
 
     def as_dict(self) -> dict[str, Any]:
-        """Counts by collective and bytes per message, in DeepSpeed's structure, for programs."""
+        """Counts by collective and bytes per message, in DeepSpeed's structure, for
+        programs.
+        """
         summary: defaultdict[str, dict[int, dict[str, int]]] = defaultdict(dict)
         for (name, _, nbytes), count in self.counts.items():
             row = summary[name].setdefault(nbytes, {"count": 0, "msg_size_bytes": nbytes})
@@ -203,5 +251,7 @@ def merged(logs: Sequence[CommsLog]) -> CommsLog:
     found = CommsLog(CommsLoggerKeys(), None)
     for log in logs:
         found.counts.update(log.counts)
-        found._waited_before = min(found._waited_before, log._waited_before, key=lambda waited: sum(waited.values()))
+        found._waited_before = min(
+            found._waited_before, log._waited_before, key=lambda waited: sum(waited.values())
+        )
     return found

@@ -1,6 +1,8 @@
-"""Timers under DeepSpeed's names, for scripts that time themselves by `engine.timers` and `engine.tput_timer`.
+"""Timers under DeepSpeed's names, for scripts that time themselves by `engine.timers`
+and `engine.tput_timer`.
 
-On CUDA the host does not wait for the device: these are times of the host. `wall_clock_breakdown` waits.
+On CUDA the host does not wait for the device: these are times of the host.
+`wall_clock_breakdown` waits.
 """
 
 from __future__ import annotations
@@ -77,13 +79,19 @@ class SynchronizedWallClockTimer:
     ) -> None:
         """Prints the milliseconds of some timers."""
         known = [name for name in names if name in self.timers]
-        parts = [f"{name}: {self.timers[name].elapsed(reset=reset) / normalizer:.2f}" for name in known]
+        parts = [
+            f"{name}: {self.timers[name].elapsed(reset=reset) / normalizer:.2f}" for name in known
+        ]
         if parts and self._is_on:
             self._say(" | ".join(["time (ms)", *parts]))
 
-    def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+    def get_mean(
+        self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
+    ) -> dict[str, float]:
         """The milliseconds of one run of some timers."""
-        return {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+        return {
+            name: self.timers[name].mean() / normalizer for name in names if name in self.timers
+        }
 
 
 class NoopTimer(SynchronizedWallClockTimer):
@@ -93,16 +101,23 @@ class NoopTimer(SynchronizedWallClockTimer):
 
 
 class ThroughputTimer:
-    """Samples per second over the updates since the first `start_step` ones, which warm up.
+    """Samples per second over the updates since the first `start_step` ones, which warm
+    up.
 
     Attributes:
-        global_step_count, micro_step_count, epoch_count: updates, micro-steps of this epoch, and epochs so far.
+        global_step_count, micro_step_count, epoch_count: updates, micro-steps of this
+            epoch, and epochs so far.
     """
 
     def __init__(
-        self, config: Any = None, batch_size: int | None = None, start_step: int = 2, steps_per_output: int | None = None,
-        monitor_memory: bool = False, logging_fn: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: Any = None,
+        batch_size: int | None = None,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], None] | None = None,
+    ) -> None:
         self.batch_size, self.start_step = batch_size or 1, start_step
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time, self.started, self._began = 0.0, False, 0.0

@@ -1,1 +1,3 @@
-"""DeepSpeed's checkpoints: read, converted and written. Begin with `fzero.deepspeed.formats.load`."""
+"""DeepSpeed's checkpoints: read, converted and written. Begin with
+`fzero.deepspeed.formats.load`.
+"""

@@ -1,7 +1,9 @@
-"""Fills `"auto"` values of a configuration from `TrainingArguments`, as transformers does for DeepSpeed.
+"""Fills `"auto"` values of a configuration from `TrainingArguments`, as transformers
+does for DeepSpeed.
 
-A value `"auto"` is filled in from the arguments, and any other value must equal the argument. Here a missing key of the step
-also counts as `"auto"`, so that no argument is silently ignored.
+A value `"auto"` is filled in from the arguments, and any other value must equal the
+argument. Here a missing key of the step also counts as `"auto"`, so that no argument is
+silently ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _WHERE_GIVEN = {
 
 
 def resolved(source: Mapping[str, Any], args: Any, model: Any, num_updates: int) -> dict[str, Any]:
-    """The configuration with `"auto"` replaced by values from the arguments or the model.
+    """The configuration with `"auto"` replaced by values from the arguments or the
+    model.
 
     Args:
         source: in DeepSpeed's schema.
@@ -58,12 +61,19 @@ def resolved(source: Mapping[str, Any], args: Any, model: Any, num_updates: int)
         if given in ("auto", None):
             block[last] = value
         elif _plain(given) != _plain(value):
-            wrong.append(f"{key}: must be what the arguments say ({name}: {value}), got {given}; make it 'auto'")
+            wrong.append(
+                f"{key}: must be what the arguments say ({name}: {value}), got {given}; make it "
+                f"'auto'"
+            )
     if wrong:
         raise ConfigError("\n".join(wrong))
     _fill(found, "scheduler.params.warmup_min_lr", lambda: 0)
     for key, of_size in _SIZES.items():
-        _fill(found, f"zero_optimization.{key}", lambda key=key, of_size=of_size: of_size(_hidden_size(model, key)))
+        _fill(
+            found,
+            f"zero_optimization.{key}",
+            lambda key=key, of_size=of_size: of_size(_hidden_size(model, key)),
+        )
     return found
 
 
@@ -77,14 +87,18 @@ _SIZES = {
 
 def _values(args: Any, num_updates: int) -> dict[str, Any]:
     """The values of all keys: computed, or the argument itself."""
-    num_samples = args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    num_samples = (
+        args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    )
     computed = {
         "train_batch_size": num_samples,
         "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
         "scheduler.params.total_num_steps": num_updates,
         "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(num_updates)),
     }
-    return computed | {k: getattr(args, name) for k, name in (_ALWAYS | _WHERE_GIVEN).items() if k not in computed}
+    return computed | {
+        k: getattr(args, name) for k, name in (_ALWAYS | _WHERE_GIVEN).items() if k not in computed
+    }
 
 
 def _block(found: dict[str, Any], key: str, *, makes: bool) -> Any:
@@ -114,6 +128,6 @@ def _hidden_size(model: Any, key: str) -> int:
         if sizes:
             return int(max(sizes) if isinstance(sizes, list | tuple) else sizes)
     raise ConfigError(
-        f"zero_optimization.{key}: 'auto' needs a model whose config has hidden_size or hidden_sizes, got "
-        f"{type(model).__name__}; give a number"
+        f"zero_optimization.{key}: 'auto' needs a model whose config has hidden_size or "
+        f"hidden_sizes, got {type(model).__name__}; give a number"
     )

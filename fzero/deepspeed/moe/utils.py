@@ -14,7 +14,9 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(param: Any) -> bool:
-    """Whether a script marks the parameter as an expert's, whose gradient is not reduced over all ranks."""
+    """Whether a script marks the parameter as an expert's, whose gradient is not
+    reduced over all ranks.
+    """
     return hasattr(param, "allreduce") and not param.allreduce
 
 
@@ -22,7 +24,9 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
     return bool(param_group.get("moe", False))
 
 
-def split_params_into_shared_and_expert_params(params: Sequence[nn.Parameter]) -> tuple[list[Any], list[Any]]:
+def split_params_into_shared_and_expert_params(
+    params: Sequence[nn.Parameter],
+) -> tuple[list[Any], list[Any]]:
     """(The parameters of all ranks, those of experts)."""
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
@@ -39,8 +43,9 @@ def split_params_into_different_moe_groups_for_optimizer(
     for group in groups:
         if any(map(is_moe_param, group["params"])):
             raise ValueError(
-                "split_params_into_different_moe_groups_for_optimizer: parameters must not be experts' (`allreduce = False`), "
-                "because every gradient is reduced over all ranks; leave the mark out"
+                "split_params_into_different_moe_groups_for_optimizer: parameters must not be "
+                "experts' (`allreduce = False`), because every gradient is reduced over all ranks; "
+                "leave the mark out"
             )
     return groups
 

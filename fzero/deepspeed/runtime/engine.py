@@ -1,4 +1,6 @@
-"""`deepspeed.runtime.engine`: the engine, and the types of functions that make an optimizer or a scheduler."""
+"""`deepspeed.runtime.engine`: the engine, and the types of functions that make an
+optimizer or a scheduler.
+"""
 
 from __future__ import annotations
 

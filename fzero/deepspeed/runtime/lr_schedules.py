@@ -1,4 +1,6 @@
-"""`deepspeed.runtime.lr_schedules`: the schedules, as objects that write the rates of an optimizer's groups."""
+"""`deepspeed.runtime.lr_schedules`: the schedules, as objects that write the rates of
+an optimizer's groups.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ WARMUP_LOG_RATE, WARMUP_LINEAR_RATE, TOTAL_NUM_STEPS = "log", "linear", "total_n
 
 
 class _AlsoConfigured(type):
-    """Makes `isinstance` true for the scheduler that an engine made of the configuration's block of this name."""
+    """Makes `isinstance` true for the scheduler that an engine made of the
+    configuration's block of this name.
+    """
 
     def __instancecheck__(cls, found: object) -> bool:
         made = globals().get(found.kind) if type(found) is ConfiguredScheduler else None
@@ -27,13 +31,19 @@ class _AlsoConfigured(type):
 
 
 class _Schedule(ConfiguredScheduler, metaclass=_AlsoConfigured):
-    """A schedule by its name in a configuration; a list among its parameters has a value for each group."""
+    """A schedule by its name in a configuration; a list among its parameters has a
+    value for each group.
+    """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int, **params: Any) -> None:
         groups = optimizer.param_groups
-        params = {key: list(value) if isinstance(value, tuple) else value for key, value in params.items()}
+        params = {
+            key: list(value) if isinstance(value, tuple) else value for key, value in params.items()
+        }
         try:
-            block: Any = Config.load({"scheduler": {"type": self._type(), "params": params}}).scheduler
+            block: Any = Config.load(
+                {"scheduler": {"type": self._type(), "params": params}}
+            ).scheduler
             blocks = block.for_groups(len(groups))
         except ConfigError as error:
             raise ConfigError(str(error).replace("scheduler.params", self._type())) from None
@@ -52,7 +62,9 @@ class _Schedule(ConfiguredScheduler, metaclass=_AlsoConfigured):
 
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a constructor, from its `locals()`: each schedule's have the names of its configuration."""
+    """The arguments of a constructor, from its `locals()`: each schedule's have the
+    names of its configuration.
+    """
     return {name: value for name, value in given.items() if name not in ("self", "__class__")}
 
 
@@ -60,9 +72,14 @@ class LRRangeTest(_Schedule):
     """Rates that grow from `lr_range_test_min_lr`, to find the largest one that trains."""
 
     def __init__(
-        self, optimizer: Any, lr_range_test_min_lr: float | Sequence[float] = 1e-3, lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_batch_iteration: int = -1,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
         super().__init__(**_arguments(locals()))
 
     def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
@@ -74,11 +91,22 @@ class OneCycle(_Schedule):
     """Rates that go up and down once and then decay; the momentum goes the other way."""
 
     def __init__(
-        self, optimizer: Any, cycle_min_lr: float, cycle_max_lr: float, decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0, last_batch_iteration: int = -1,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: Any,
+        cycle_min_lr: float,
+        cycle_max_lr: float,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8,
+        cycle_max_mom: float = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
         super().__init__(**_arguments(locals()))
 
     def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
@@ -87,7 +115,9 @@ class OneCycle(_Schedule):
 
 
 class WarmupLR(_Schedule):
-    """Rates that grow from `warmup_min_lr` to `warmup_max_lr` (None: the group's) and stay there."""
+    """Rates that grow from `warmup_min_lr` to `warmup_max_lr` (None: the group's) and
+    stay there.
+    """
 
     def __init__(
         self, optimizer: Any, warmup_min_lr: float | Sequence[float] = 0.0,
@@ -113,24 +143,47 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Rates that grow to the group's own, and then fall along a cosine to `cos_min_ratio` of it at `total_num_steps`."""
+    """Rates that grow to the group's own, and then fall along a cosine to
+    `cos_min_ratio` of it at `total_num_steps`.
+    """
 
     def __init__(
-        self, optimizer: Any, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001, warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
         super().__init__(**_arguments(locals()))
 
 
 _ARGUMENTS: dict[str, tuple[Any, Any]] = {
-    LR_SCHEDULE: (str, None), "lr_range_test_min_lr": (float, 0.001), "lr_range_test_step_rate": (float, 1.0),
-    "lr_range_test_step_size": (int, 1000), "lr_range_test_staircase": (bool, False), "cycle_first_step_size": (int, 1000),
-    "cycle_first_stair_count": (int, -1), "cycle_second_step_size": (int, -1), "cycle_second_stair_count": (int, -1),
-    "decay_step_size": (int, 1000), "cycle_min_lr": (float, 0.01), "cycle_max_lr": (float, 0.1), "decay_lr_rate": (float, 0.0),
-    "cycle_min_mom": (float, 0.8), "cycle_max_mom": (float, 0.9), "decay_mom_rate": (float, 0.0),
-    "warmup_min_lr": (float, 0), "warmup_max_lr": (float, 0.001), "warmup_num_steps": (int, 1000),
-    "warmup_type": (str, WARMUP_LOG_RATE), "warmup_min_ratio": (float, 0.01), "cos_min_ratio": (float, 0.01),
-}  # fmt: skip
+    LR_SCHEDULE: (str, None),
+    "lr_range_test_min_lr": (float, 0.001),
+    "lr_range_test_step_rate": (float, 1.0),
+    "lr_range_test_step_size": (int, 1000),
+    "lr_range_test_staircase": (bool, False),
+    "cycle_first_step_size": (int, 1000),
+    "cycle_first_stair_count": (int, -1),
+    "cycle_second_step_size": (int, -1),
+    "cycle_second_stair_count": (int, -1),
+    "decay_step_size": (int, 1000),
+    "cycle_min_lr": (float, 0.01),
+    "cycle_max_lr": (float, 0.1),
+    "decay_lr_rate": (float, 0.0),
+    "cycle_min_mom": (float, 0.8),
+    "cycle_max_mom": (float, 0.9),
+    "decay_mom_rate": (float, 0.0),
+    "warmup_min_lr": (float, 0),
+    "warmup_max_lr": (float, 0.001),
+    "warmup_num_steps": (int, 1000),
+    "warmup_type": (str, WARMUP_LOG_RATE),
+    "warmup_min_ratio": (float, 0.01),
+    "cos_min_ratio": (float, 0.01),
+}
 
 
 def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -38,7 +38,9 @@ def set_random_seed(seed: int) -> None:
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """A copy in which the tensors for which the function is true are on a device; also inside lists, tuples and dicts."""
+    """A copy in which the tensors for which the function is true are on a device; also
+    inside lists, tuples and dicts.
+    """
     if criterion_func(item):
         return item.to(device)
     if isinstance(item, list | tuple):
@@ -48,10 +50,13 @@ def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
     return item
 
 
-def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+def move_to_device(
+    item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None
+) -> Any:
     """Moves tensors to a device, also inside lists, tuples and dicts.
 
-    With a function, the tensors for which it is true move by their storage, so that other references see it; other things stay.
+    With a function, the tensors for which it is true move by their storage, so that
+    other references see it; other things stay.
     """
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
@@ -64,12 +69,19 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Prints the memory of the device and of the machine on rank 0, with `force` only, and resets the peak."""
+    """Prints the memory of the device and of the machine on rank 0, with `force` only,
+    and resets the peak.
+    """
     if not force or get_rank():
         return
     gc.collect()
     here, total, free = get_accelerator(), machine_memory(), available_memory()
-    used = [here.memory_allocated(), here.max_memory_allocated(), here.memory_reserved(), here.max_memory_reserved()]
+    used = [
+        here.memory_allocated(),
+        here.max_memory_allocated(),
+        here.memory_reserved(),
+        here.max_memory_reserved(),
+    ]
     names = ("MA", "Max_MA", "CA", "Max_CA")
     print(message)
     print("  ".join(f"{name} {round(nbytes / _GIB, 2)} GB" for name, nbytes in zip(names, used)))
@@ -79,14 +91,23 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Prints the memory of the device on one rank, or on every rank; `reset_max` first resets its peaks."""
+    """Prints the memory of the device on one rank, or on every rank; `reset_max` first
+    resets its peaks.
+    """
     if print_rank not in (-1, get_rank()):
         return
     here = get_accelerator()
     if reset_max:
         here.reset_peak_memory_stats()
-    used = [here.memory_allocated(), here.max_memory_allocated(), here.memory_reserved(), here.max_memory_reserved()]
-    shown = "  ".join(f"{name} {n / _GIB:.4f} GB" for name, n in zip(("MA", "Max_MA", "CA", "Max_CA"), used))
+    used = [
+        here.memory_allocated(),
+        here.max_memory_allocated(),
+        here.memory_reserved(),
+        here.max_memory_reserved(),
+    ]
+    shown = "  ".join(
+        f"{name} {n / _GIB:.4f} GB" for name, n in zip(("MA", "Max_MA", "CA", "Max_CA"), used)
+    )
     print(f"RANK={get_rank()} {msg}  {shown}", flush=True)
 
 
@@ -123,7 +144,9 @@ def get_tensor_bytes(item: Any) -> int:
     return sum(map(get_tensor_bytes, item)) if isinstance(item, list | tuple) else 0
 
 
-def get_checkpoint_folder_size(save_dir: str | Path, tag: str, local_rank: int | None = None) -> int:
+def get_checkpoint_folder_size(
+    save_dir: str | Path, tag: str, local_rank: int | None = None
+) -> int:
     """The bytes of the files of a checkpoint, on local rank 0; 0 on others."""
     if local_rank not in (None, 0):
         return 0
@@ -149,8 +172,12 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
 
 
-def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
-    """Clips `.grad` of parameters outside an engine. An engine's are never in `.grad`: set the key `gradient_clipping`."""
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> Tensor:
+    """Clips `.grad` of parameters outside an engine. An engine's are never in `.grad`:
+    set the key `gradient_clipping`.
+    """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 

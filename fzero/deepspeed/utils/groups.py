@@ -1,4 +1,6 @@
-"""`deepspeed.utils.groups`: every rank is data-parallel, so each other group has one rank."""
+"""`deepspeed.utils.groups`: every rank is data-parallel, so each other group has one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,20 @@ def _empty() -> dict[str, Any]:
 
 
 get_data_parallel_rank = _get_data_parallel_rank = _get_sequence_data_parallel_rank = _rank
-get_data_parallel_world_size = _get_data_parallel_world_size = _get_sequence_data_parallel_world_size = _world_size
-get_data_parallel_group = _get_data_parallel_group = _get_sequence_data_parallel_group = _clone_world_group = _world
+get_data_parallel_world_size = _get_data_parallel_world_size = (
+    _get_sequence_data_parallel_world_size
+) = _world_size
+get_data_parallel_group = _get_data_parallel_group = _get_sequence_data_parallel_group = (
+    _clone_world_group
+) = _world
 _get_data_parallel_group_ranks = _all_ranks
-get_model_parallel_rank = get_tensor_model_parallel_rank = _get_sequence_parallel_rank = _get_broadcast_src_rank = _zero
+get_model_parallel_rank = get_tensor_model_parallel_rank = _get_sequence_parallel_rank = (
+    _get_broadcast_src_rank
+) = _zero
 get_tensor_model_parallel_src_rank = _rank
-get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size = _one
+get_model_parallel_world_size = get_tensor_model_parallel_world_size = (
+    _get_model_parallel_world_size
+) = _one
 _get_sequence_parallel_world_size = _get_expert_model_parallel_world_size = _one
 _get_sequence_parallel_group = _get_zero_param_intra_parallel_group = _none
 _get_expert_parallel_group_dict = _get_expert_data_parallel_group_dict = _empty
@@ -53,8 +63,8 @@ _get_expert_parallel_group_dict = _get_expert_data_parallel_group_dict = _empty
 def get_model_parallel_group() -> NoReturn:
     """Raises: there is none."""
     raise RuntimeError(
-        "groups.get_model_parallel_group: fzero has no model parallelism, and so no such group; ask "
-        "get_model_parallel_world_size(), which is 1, first"
+        "groups.get_model_parallel_group: fzero has no model parallelism, and so no such group; "
+        "ask get_model_parallel_world_size(), which is 1, first"
     )
 
 
@@ -69,7 +79,8 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """
     if ep_size != 1:
         raise ValueError(
-            f"groups.initialize: ep_size must be 1, got {ep_size}: fzero has no expert parallelism; leave it out"
+            f"groups.initialize: ep_size must be 1, got {ep_size}: fzero has no expert "
+            f"parallelism; leave it out"
         )
 
 

@@ -24,16 +24,20 @@ class _AsDtype(TorchFunctionMode):
 
 
 class OnDevice(AbstractContextManager[None]):
-    """Inside, tensors and modules are made on a device, those of floating point in a dtype.
+    """Inside, tensors and modules are made on a device, those of floating point in a
+    dtype.
 
-    `initialize` fills a model from `device="meta"` unit by unit with each module's `reset_parameters`.
+    `initialize` fills a model from `device="meta"` unit by unit with each module's
+    `reset_parameters`.
 
     Args:
         dtype: of floating tensors; None changes none.
         enabled: False does nothing.
     """
 
-    def __init__(self, dtype: torch.dtype | None, device: Any = "meta", enabled: bool = True) -> None:
+    def __init__(
+        self, dtype: torch.dtype | None, device: Any = "meta", enabled: bool = True
+    ) -> None:
         self.dtype, self.device, self.enabled = dtype, device, enabled
 
     def __enter__(self) -> None:

@@ -13,9 +13,12 @@ from fzero.comms.process_group import job
 
 logger = logging.getLogger("fzero")
 log_levels = {
-    "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
     "critical": logging.CRITICAL,
-}  # fmt: skip
+}
 
 
 class LoggerFactory:
@@ -32,7 +35,9 @@ class LoggerFactory:
 
 
 def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None:
-    """The message with the rank, on the given ranks; else None. None and -1 are all ranks."""
+    """The message with the rank, on the given ranks; else None. None and -1 are all
+    ranks.
+    """
     rank = job().rank
     return f"[Rank {rank}] {message}" if ranks is None or rank in ranks or -1 in ranks else None
 
@@ -48,7 +53,9 @@ def _once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
     log_dist(message, ranks, level)
 
 
-def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist_once(
+    message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO
+) -> None:
     """Logs on the given ranks, a message only once."""
     _once(message, None if ranks is None else tuple(ranks), level)
 
@@ -84,11 +91,16 @@ def get_log_level_from_string(log_level_str: str) -> int:
     """The number of a level."""
     level = log_levels.get(log_level_str.lower())
     if level is None:
-        raise ValueError(f"log_level: must be one of {', '.join(log_levels)}, got {log_level_str!r}; pass one of these")
+        raise ValueError(
+            f"log_level: must be one of {', '.join(log_levels)}, got {log_level_str!r}; pass one "
+            f"of these"
+        )
     return level
 
 
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+def set_log_level_from_string(
+    log_level_str: str, custom_logger: logging.Logger | None = None
+) -> None:
     """Sets the level of a logger, by default fzero's."""
     (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
 

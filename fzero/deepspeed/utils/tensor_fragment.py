@@ -1,4 +1,6 @@
-"""`deepspeed.utils.tensor_fragment`: weights, gradients and optimizer state of single parameters, in full or this rank's part."""
+"""`deepspeed.utils.tensor_fragment`: weights, gradients and optimizer state of single
+parameters, in full or this rank's part.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,21 @@ def _found(param: Tensor) -> tuple[Any, str]:
     engine = engine_of(param)
     if engine is None:
         raise ValueError(
-            f"param: must be a parameter of a module that an engine trains, got a tensor of shape {tuple(param.shape)}; take it "
-            f"from engine.module"
+            f"param: must be a parameter of a module that an engine trains, got a tensor of shape "
+            f"{tuple(param.shape)}; take it from engine.module"
         )
     engine.active_step()
     return engine, engine.live.name_of(param)
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The full master weight; None for a frozen parameter, which has none. *Collective:* every rank."""
+    """The full master weight; None for a frozen parameter, which has none.
+    *Collective:* every rank.
+    """
     engine, name = _found(param)
-    return None if _is_frozen(engine, name) else whole.weight_of(engine.train_step, engine.state, name)
+    return (
+        None if _is_frozen(engine, name) else whole.weight_of(engine.train_step, engine.state, name)
+    )
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -36,9 +42,11 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The full mean gradient since the last update; None if none was collected. *Collective:* every rank.
+    """The full mean gradient since the last update; None if none was collected.
+    *Collective:* every rank.
 
-    Before the end of an accumulation it is the mean over the ranks of what has been collected so far.
+    Before the end of an accumulation it is the mean over the ranks of what has been
+    collected so far.
     """
     engine, name = _with_grads(param)
     if engine is None or _is_frozen(engine, name):
@@ -48,13 +56,16 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Sets the mean gradient of the next update, to the same value on all ranks. *Collective:* every rank."""
+    """Sets the mean gradient of the next update, to the same value on all ranks.
+    *Collective:* every rank.
+    """
     engine, name = _grads_to_set("safe_set_full_grad", param)
     engine.state = whole.with_grad(engine.train_step, engine.state, name, value)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """The full optimizer state of a parameter (`exp_avg`, `exp_avg_sq`); None for a frozen one.
+    """The full optimizer state of a parameter (`exp_avg`, `exp_avg_sq`); None for a
+    frozen one.
 
     *Collective:* every rank.
     """
@@ -65,15 +76,20 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Sets an optimizer state of a parameter, to the same value on all ranks. *Collective:* every rank."""
+    """Sets an optimizer state of a parameter, to the same value on all ranks.
+    *Collective:* every rank.
+    """
     engine, name = _found(param)
-    engine.state = whole.with_optimizer_state(engine.train_step, engine.state, name, optim_state_key, value)
+    engine.state = whole.with_optimizer_state(
+        engine.train_step, engine.state, name, optim_state_key, value
+    )
 
 
 def safe_update_full_grad_vectorized(
     param_list: Sequence[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Sets the mean gradient of each parameter to `update_func(gradient, parameter)`. *Collective:* every rank.
+    """Sets the mean gradient of each parameter to `update_func(gradient, parameter)`.
+    *Collective:* every rank.
 
     Parameters that are frozen, or outside an engine without a `.grad`, are left out.
     """
@@ -85,21 +101,29 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    """This rank's elements of the master weight (1-d, possibly none): those of the parameter inside its shard. None for a
-    frozen parameter."""
+    """This rank's elements of the master weight (1-d, possibly none): those of the
+    parameter inside its shard. None for a frozen parameter."""
     engine, name = _found(param)
-    return None if _is_frozen(engine, name) else whole.local_weight_of(engine.train_step, engine.state, name)
+    return (
+        None
+        if _is_frozen(engine, name)
+        else whole.local_weight_of(engine.train_step, engine.state, name)
+    )
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Sets this rank's elements of the master weight. *Collective:* every rank, with its own values."""
+    """Sets this rank's elements of the master weight. *Collective:* every rank, with
+    its own values.
+    """
     engine, name = _found(param)
     engine.state = whole.with_local_weight(engine.train_step, engine.state, name, value)
     engine.show_state()
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """This rank's elements of the mean gradient since the last update (1-d); None if none was collected."""
+    """This rank's elements of the mean gradient since the last update (1-d); None if
+    none was collected.
+    """
     engine, name = _with_grads(param)
     if engine is None or _is_frozen(engine, name):
         return None
@@ -124,7 +148,9 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Sets this rank's elements of an optimizer state."""
     engine, name = _found(param)
-    engine.state = whole.with_local_optimizer_state(engine.train_step, engine.state, name, optim_state_key, value)
+    engine.state = whole.with_local_optimizer_state(
+        engine.train_step, engine.state, name, optim_state_key, value
+    )
 
 
 def _is_frozen(engine: Any, name: str) -> bool:
@@ -147,11 +173,12 @@ def _grads_to_set(function: str, param: Tensor) -> tuple[Any, str]:
     engine, name = _with_grads(param)
     if engine is None:
         raise RuntimeError(
-            f"{function}: must follow a backward since the last update; call engine.backward(loss) first"
+            f"{function}: must follow a backward since the last update; call engine.backward(loss) "
+            f"first"
         )
     if _awaits_reduction(engine):
         raise RuntimeError(
-            f"{function}: must follow the last backward of an accumulation in stages 0 and 1, which reduces the gradients; call "
-            f"it between that and step()"
+            f"{function}: must follow the last backward of an accumulation in stages 0 and 1, "
+            f"which reduces the gradients; call it between that and step()"
         )
     return engine, name

@@ -11,9 +11,13 @@ from torch import Tensor
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Whether PyTorch is at least `min_version`, and at most `max_version`, where they are given."""
+    """Whether PyTorch is at least `min_version`, and at most `max_version`, where they
+    are given.
+    """
     if not (min_version or max_version):
-        raise AssertionError("required_torch_version: needs min_version or max_version, got neither; pass one")
+        raise AssertionError(
+            "required_torch_version: needs min_version or max_version, got neither; pass one"
+        )
     here = Version(torch.__version__)
     is_new = not min_version or Version(str(min_version)) <= here
     return is_new and (not max_version or here <= Version(str(max_version)))
@@ -25,7 +29,9 @@ def is_functorch_transforming() -> bool:
 
 
 def register_grad_hook(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Calls `hook` after a gradient has been added to `param.grad`, for tensors outside of an engine."""
+    """Calls `hook` after a gradient has been added to `param.grad`, for tensors outside
+    of an engine.
+    """
     return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 

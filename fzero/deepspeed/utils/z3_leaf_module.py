@@ -1,7 +1,9 @@
-"""`deepspeed.utils.z3_leaf_module`: marks on modules whose parameters are gathered together.
+"""`deepspeed.utils.z3_leaf_module`: marks on modules whose parameters are gathered
+together.
 
-The marks are kept for scripts that read them. They change nothing: `units=` of `initialize` names what is gathered together, and
-a parameter is gathered at its use, whatever the order of a mixture's experts.
+The marks are kept for scripts that read them. They change nothing: `units=` of
+`initialize` names what is gathered together, and a parameter is gathered at its use,
+whatever the order of a mixture's experts.
 """
 
 from __future__ import annotations
@@ -40,34 +42,51 @@ def set_z3_leaf_modules(
 
     Args:
         leaf_module_classes: classes, or their names, with or without module path.
-        raise_if_not_found: False returns an empty list where no module has one of these classes.
+        raise_if_not_found: False returns an empty list where no module has one of these
+            classes.
 
     Raises:
-        ValueError: no module has one of these classes, or the argument is no list of classes.
+        ValueError: no module has one of these classes, or the argument is no list of
+            classes.
     """
-    return _of_classes("set_z3_leaf_modules", model, leaf_module_classes, raise_if_not_found, flag=True)
+    return _of_classes(
+        "set_z3_leaf_modules", model, leaf_module_classes, raise_if_not_found, flag=True
+    )
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Removes the marks of the modules of these classes, and returns them; arguments as `set_z3_leaf_modules`."""
-    return _of_classes("unset_z3_leaf_modules", model, leaf_module_classes, raise_if_not_found, flag=False)
+    """Removes the marks of the modules of these classes, and returns them; arguments as
+    `set_z3_leaf_modules`.
+    """
+    return _of_classes(
+        "unset_z3_leaf_modules", model, leaf_module_classes, raise_if_not_found, flag=False
+    )
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+    model: nn.Module,
+    module_names: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Marks modules by their names in `named_modules`. Returns them, and the names of none.
+    """Marks modules by their names in `named_modules`. Returns them, and the names of
+    none.
 
     Raises:
         ValueError: a name is of no module.
     """
-    return _named("set_z3_leaf_modules_by_name", model, module_names, str.__eq__, flag, raise_if_not_found)
+    return _named(
+        "set_z3_leaf_modules_by_name", model, module_names, str.__eq__, flag, raise_if_not_found
+    )
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+    model: nn.Module,
+    module_name_suffixes: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """Marks modules whose names end so. Returns them, and the suffixes of none.
 
@@ -79,7 +98,12 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def _named(
-    function: str, model: nn.Module, wanted: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raises: bool
+    function: str,
+    model: nn.Module,
+    wanted: Sequence[str],
+    fits: Callable[[str, str], bool],
+    flag: bool,
+    raises: bool,
 ) -> tuple[list[nn.Module], list[str]]:
     found: dict[int, nn.Module] = {}
     missing = []
@@ -89,8 +113,8 @@ def _named(
         missing += [] if fitting else [given]
     if missing and raises:
         raise ValueError(
-            f"{function}: names must be of modules of {type(model).__name__}, got {missing}; print the names of named_modules(), "
-            f"or pass raise_if_not_found=False"
+            f"{function}: names must be of modules of {type(model).__name__}, got {missing}; print "
+            f"the names of named_modules(), or pass raise_if_not_found=False"
         )
     _mark(found.values(), flag)
     return list(found.values()), missing
@@ -106,7 +130,8 @@ def _of_classes(
 ) -> list[nn.Module]:
     if isinstance(given, str | type) or not all(isinstance(kind, type | str) for kind in given):
         raise ValueError(
-            f"{function}: leaf_module_classes must be a list of classes or their names, got {given!r}; pass a list"
+            f"{function}: leaf_module_classes must be a list of classes or their names, got "
+            f"{given!r}; pass a list"
         )
     kinds = tuple(kind for kind in given if isinstance(kind, type))
     names = {kind for kind in given if isinstance(kind, str)}
@@ -114,8 +139,9 @@ def _of_classes(
     if not found and raises:
         known = ", ".join(sorted({type(m).__name__ for m in model.modules()})[:8])
         raise ValueError(
-            f"{function}: leaf_module_classes must be those of some modules of {type(model).__name__}, got {given!r}; "
-            f"its modules are of {known}, or pass raise_if_not_found=False"
+            f"{function}: leaf_module_classes must be those of some modules of "
+            f"{type(model).__name__}, got {given!r}; its modules are of {known}, or pass "
+            f"raise_if_not_found=False"
         )
     _mark(found, flag)
     return found

@@ -1,4 +1,6 @@
-"""`deepspeed.utils.zero_to_fp32`: the full fp32 weights of a checkpoint, an engine's or DeepSpeed's, in a single process."""
+"""`deepspeed.utils.zero_to_fp32`: the full fp32 weights of a checkpoint, an engine's or
+DeepSpeed's, in a single process.
+"""
 
 from __future__ import annotations
 
@@ -50,32 +52,50 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def _weights(dir: Path, *, without_frozen: bool) -> dict[str, Tensor]:
     folder = folders.find(dir)
     contents, found = opened(folder)
-    frozen = {name for name, kept in contents.optimizer.items() if kept is None} if without_frozen else set()
+    frozen = (
+        {name for name, kept in contents.optimizer.items() if kept is None}
+        if without_frozen
+        else set()
+    )
     names = {key: name for key, name in contents.names.items() if name not in frozen}
     read: dict[str, Tensor] = {}
     for name in dict.fromkeys(names.values()):
-        x = found.full(next(key for key in (f"master.{name}", f"model.{name}") if key in found.stored))
+        x = found.full(
+            next(key for key in (f"master.{name}", f"model.{name}") if key in found.stored)
+        )
         read[name] = x.float() if x.is_floating_point() else x
     return {key: read[name] for key, name in names.items()}
 
 
 def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
-    """The files of a folder whose names match, those with numbers in the order of these.
+    """The files of a folder whose names match, those with numbers in the order of
+    these.
 
     Raises:
-        FileNotFoundError: there are none, as in a checkpoint of fzero, whose tensors are in `*.distcp`.
+        FileNotFoundError: there are none, as in a checkpoint of fzero, whose tensors
+            are in `*.distcp`.
     """
     found = glob.glob(os.path.join(checkpoint_dir, glob_pattern))
     if not found:
         raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
-    return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+    return sorted(
+        found,
+        key=lambda name: [
+            int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)
+        ],
+    )
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """The file of rank 0's model states in a checkpoint of DeepSpeed, which has another name in stage 3."""
+    """The file of rank 0's model states in a checkpoint of DeepSpeed, which has another
+    name in stage 3.
+    """
     if not os.path.isdir(checkpoint_dir):
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
-    file = os.path.join(checkpoint_dir, ("zero_pp_rank_0_" if zero_stage == 3 else "") + "mp_rank_00_model_states.pt")
+    file = os.path.join(
+        checkpoint_dir,
+        ("zero_pp_rank_0_" if zero_stage == 3 else "") + "mp_rank_00_model_states.pt",
+    )
     if not os.path.exists(file):
         raise FileNotFoundError(f"can't find model states file at '{file}'")
     return file
@@ -99,14 +119,21 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes the weights as transformers reads them: `pytorch_model.bin`, or `model.safetensors` with `safe_serialization`.
+    """Writes the weights as transformers reads them: `pytorch_model.bin`, or
+    `model.safetensors` with `safe_serialization`.
 
-    More bytes than `max_shard_size` ("5GB", "200MB"; None is one file) become several files with an index. `fzero export` does
-    that with one tensor in memory at a time.
+    More bytes than `max_shard_size` ("5GB", "200MB"; None is one file) become several
+    files with an index. `fzero export` does that with one tensor in memory at a time.
     """
     if safe_serialization:
-        package("safetensors", needed_by="safe_serialization=True", instead="pass False, or use fzero export")
-    weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+        package(
+            "safetensors",
+            needed_by="safe_serialization=True",
+            instead="pass False, or use fzero export",
+        )
+    weights = get_fp32_state_dict_from_zero_checkpoint(
+        checkpoint_dir, tag, exclude_frozen_parameters
+    )
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
@@ -119,12 +146,17 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         name = f"{stem}-{index:05d}-of-{len(shards):05d}.{suffix}"
         _write(shard, folder / name)
         places |= dict.fromkeys(shard, name)
-    index_of = {"metadata": {"total_size": sum(x.nbytes for x in weights.values())}, "weight_map": places}
+    index_of = {
+        "metadata": {"total_size": sum(x.nbytes for x in weights.values())},
+        "weight_map": places,
+    }
     (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index_of, indent=2))
 
 
 def _shards(weights: dict[str, Tensor], most: int | None) -> list[dict[str, Tensor]]:
-    """The weights in order, in parts of at most `most` bytes; a larger tensor is a part of its own."""
+    """The weights in order, in parts of at most `most` bytes; a larger tensor is a part
+    of its own.
+    """
     shards: list[dict[str, Tensor]] = [{}]
     nbytes = 0
     for name, x in weights.items():
@@ -144,7 +176,9 @@ def _num_bytes(size: str) -> int:
     """
     match = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?)B", str(size).strip(), re.IGNORECASE)
     if match is None:
-        raise ValueError(f"max_shard_size: must be a size such as '5GB', got {size!r}; write a number and a unit")
+        raise ValueError(
+            f"max_shard_size: must be a size such as '5GB', got {size!r}; write a number and a unit"
+        )
     power = " KMGT".index(match[2].upper() or " ")
     return int(match[1]) * int((1024 if match[3] else 1000) ** power)
 
@@ -168,8 +202,12 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The program `zero_to_fp32.py` of a folder of checkpoints, with DeepSpeed's arguments."""
-    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="Writes the fp32 weights of a checkpoint.")
+    """The program `zero_to_fp32.py` of a folder of checkpoints, with DeepSpeed's
+    arguments.
+    """
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py", description="Writes the fp32 weights of a checkpoint."
+    )
     parser.add_argument("checkpoint_dir", help="the folder that was given to save_checkpoint")
     parser.add_argument("output_dir", help="the folder of the weights, which is made")
     parser.add_argument("--max_shard_size", default="5GB", help="the size of the largest file")

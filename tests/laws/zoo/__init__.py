@@ -1,4 +1,6 @@
-"""A zoo of models: tiny ones of every class of transformers that builds on the CPU, and oddities in plain PyTorch."""
+"""A zoo of models: tiny ones of every class of transformers that builds on the CPU, and
+oddities in plain PyTorch.
+"""
 
 import zoo.research  # noqa: F401 - enters its oddities
 from zoo.case import NUM_STEPS, ROWS, WORLD_SIZE, Case

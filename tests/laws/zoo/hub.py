@@ -1,7 +1,9 @@
-"""Tiny models of transformers: each class with its own defaults, but for the sizes in SMALL and what a row adds.
+"""Tiny models of transformers: each class with its own defaults, but for the sizes in
+SMALL and what a row adds.
 
-A row of a table below is the name of a class and what its configuration needs beside SMALL. The names of the tables say
-which batch the class takes. UNBUILT has the classes that were tried and are not here, with the reason.
+A row of a table below is the name of a class and what its configuration needs beside
+SMALL. The names of the tables say which batch the class takes. UNBUILT has the classes
+that were tried and are not here, with the reason.
 """
 
 from __future__ import annotations
@@ -20,43 +22,135 @@ from zoo.case import IMAGE, LENGTH, NUM_CLASSES, ROWS, SAMPLES, VOCABULARY, WIDT
 
 SMALL: dict[str, Any] = {
     **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "dim", "n_embed", "emb_dim", "embed_dim", "embedding_size", "d_embed",
-         "word_embed_proj_dim", "projection_dim"), WIDTH),
+        (
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "dim",
+            "n_embed",
+            "emb_dim",
+            "embed_dim",
+            "embedding_size",
+            "d_embed",
+            "word_embed_proj_dim",
+            "projection_dim",
+        ),
+        WIDTH,
+    ),
     **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "d_inner", "hidden_dim", "ffn_hidden_size",
-         "encoder_ffn_dim", "decoder_ffn_dim", "feed_forward_size"), 24),
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "d_ff",
+            "n_inner",
+            "d_inner",
+            "hidden_dim",
+            "ffn_hidden_size",
+            "encoder_ffn_dim",
+            "decoder_ffn_dim",
+            "feed_forward_size",
+        ),
+        24,
+    ),
     **dict.fromkeys(
-        ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers",
-         "num_encoder_layers", "num_decoder_layers"), 2),
+        (
+            "num_hidden_layers",
+            "num_layers",
+            "n_layer",
+            "n_layers",
+            "encoder_layers",
+            "decoder_layers",
+            "num_encoder_layers",
+            "num_decoder_layers",
+        ),
+        2,
+    ),
     **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
-         "decoder_attention_heads"), 2),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_shared_experts", "n_group", "topk_group"), 1),
-    **dict.fromkeys(("head_dim", "d_kv", "d_head", "attention_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank"), 8),
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "encoder_attention_heads",
+            "decoder_attention_heads",
+        ),
+        2,
+    ),
     **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len", "max_source_positions",
-         "max_target_positions", "max_sequence_length"), 32),
+        ("num_key_value_heads", "num_kv_heads", "n_shared_experts", "n_group", "topk_group"), 1
+    ),
+    **dict.fromkeys(
+        (
+            "head_dim",
+            "d_kv",
+            "d_head",
+            "attention_head_dim",
+            "v_head_dim",
+            "q_lora_rank",
+            "kv_lora_rank",
+        ),
+        8,
+    ),
+    **dict.fromkeys(
+        (
+            "max_position_embeddings",
+            "n_positions",
+            "n_ctx",
+            "seq_length",
+            "max_seq_len",
+            "max_source_positions",
+            "max_target_positions",
+            "max_sequence_length",
+        ),
+        32,
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "num_mel_bins"), 8),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "state_size", "time_step_rank", "patch_size"), 4),
-    "vocab_size": VOCABULARY, "type_vocab_size": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-    "conv_kernel": 3, "image_size": IMAGE, "num_channels": 3,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "use_cache": False,
-}  # fmt: skip
-"""The sizes of a tiny model, by the names that configurations of transformers have for them."""
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "num_mel_bins"), 8
+    ),
+    **dict.fromkeys(
+        ("qk_rope_head_dim", "qk_nope_head_dim", "state_size", "time_step_rank", "patch_size"), 4
+    ),
+    "vocab_size": VOCABULARY,
+    "type_vocab_size": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "conv_kernel": 3,
+    "image_size": IMAGE,
+    "num_channels": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "use_cache": False,
+}
+"""The sizes of a tiny model, by the names that configurations of transformers have for
+them.
+"""
 
 Row = Mapping[str, Any]
-"""Fields of a configuration; None keeps the class's own default where SMALL would change it."""
+"""Fields of a configuration; None keeps the class's own default where SMALL would
+change it.
+"""
 
 
 def tiny(config_class: Any, row: Row) -> Any:
-    """A configuration of this class with the fields of SMALL that it has, the same for its parts, and those of `row`."""
-    names = {*inspect.signature(config_class.__init__).parameters, *getattr(config_class, "attribute_map", {})}
+    """A configuration of this class with the fields of SMALL that it has, the same for
+    its parts, and those of `row`.
+    """
+    names = {
+        *inspect.signature(config_class.__init__).parameters,
+        *getattr(config_class, "attribute_map", {}),
+    }
     fields = {name: value for name, value in SMALL.items() if name in names}
     for part, part_class in getattr(config_class, "sub_configs", {}).items():
         if getattr(part_class, "model_type", ""):
             fields[part] = tiny(part_class, row.get(part, {})).to_dict()
-    fields |= {name: value for name, value in row.items() if not isinstance(value, Mapping) or name not in fields}
+    fields |= {
+        name: value
+        for name, value in row.items()
+        if not isinstance(value, Mapping) or name not in fields
+    }
     return config_class(**{name: value for name, value in fields.items() if value is not None})
 
 
@@ -66,7 +160,10 @@ def text() -> dict[str, Tensor]:
 
 
 def images() -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(ROWS, 3, IMAGE, IMAGE), "labels": torch.randint(0, NUM_CLASSES, (ROWS,))}
+    return {
+        "pixel_values": torch.randn(ROWS, 3, IMAGE, IMAGE),
+        "labels": torch.randint(0, NUM_CLASSES, (ROWS,)),
+    }
 
 
 def _case(name: str, row: Row, batch: Callable[[], dict[str, Tensor]], **known: str) -> Case:
@@ -108,17 +205,37 @@ IMAGES = "Beit CLIP Data2VecVision MetaClip2 Siglip ViT ViTMSN"
 STAGES: Row = {"hidden_sizes": [8, 12], "depths": [1, 1], "embedding_size": 8}
 FOUR: Row = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 12, 12]}
 SPEECH: Row = {
-    "conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2, "mask_time_length": 2, "num_feat_extract_layers": 2, "layerdrop": 0.0,
-}  # fmt: skip
+    "conv_dim": [8, 8],
+    "conv_kernel": [10, 3],
+    "conv_stride": [5, 2],
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "mask_time_length": 2,
+    "num_feat_extract_layers": 2,
+    "layerdrop": 0.0,
+}
 WINDOWS: Row = {
-    "num_heads": [2, 2], "depths": [1, 1], "embed_dim": 8, "window_size": 2, "num_layers": None, "num_attention_heads": None,
-}  # fmt: skip
-FORECAST: Row = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 1}
+    "num_heads": [2, 2],
+    "depths": [1, 1],
+    "embed_dim": 8,
+    "window_size": 2,
+    "num_layers": None,
+    "num_attention_heads": None,
+}
+FORECAST: Row = {
+    "prediction_length": 4,
+    "context_length": 8,
+    "lags_sequence": [1, 2],
+    "num_time_features": 1,
+}
 
 PATCHED: Row = {
-    "num_input_channels": 2, "context_length": 8, "prediction_length": 4, "patch_length": 2, "patch_stride": 2,
-}  # fmt: skip
+    "num_input_channels": 2,
+    "context_length": 8,
+    "prediction_length": 4,
+    "patch_length": 2,
+    "patch_stride": 2,
+}
 
 TEXT: dict[str, Row] = {
     **{f"{name}ForCausalLM": {} for name in CAUSAL.split()},
@@ -183,7 +300,12 @@ IMAGE_CLASSES: dict[str, Row] = {
         "mlp_ratios": [2, 2],
         "drop_path_rate": 0.3,
     },
-    "BitForImageClassification": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_groups": 2},
+    "BitForImageClassification": {
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "num_groups": 2,
+    },
     "DeiTForImageClassification": {},
     "Dinov2ForImageClassification": {"drop_path_rate": 0.3},
     "Dinov2WithRegistersForImageClassification": {},
@@ -205,10 +327,12 @@ IMAGE_CLASSES: dict[str, Row] = {
 SPEAKERS = "Wav2Vec2 Hubert WavLM UniSpeech UniSpeechSat SEW Wav2Vec2Conformer Data2VecAudio"
 AUDIO: dict[str, Row] = {
     **{f"{name}ForCTC": SPEECH for name in SPEAKERS.split()},
-    "Wav2Vec2ConformerForCTC": SPEECH | {"max_source_positions": 64},  # of the samples here, or a buffer grows
+    # of the samples here, or a buffer grows
+    "Wav2Vec2ConformerForCTC": SPEECH | {"max_source_positions": 64},
 }
 SERIES: dict[str, Row] = {
-    "TimeSeriesTransformerForPrediction": FORECAST | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    "TimeSeriesTransformerForPrediction": FORECAST
+    | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
     "InformerForPrediction": FORECAST,
 }
 PATCHES: dict[str, Row] = {
@@ -219,7 +343,10 @@ PAIRS: dict[str, Row] = {"CLIPModel": {}, "AltCLIPModel": {}}
 
 
 def audio() -> dict[str, Tensor]:
-    return {"input_values": torch.randn(ROWS, SAMPLES), "labels": torch.randint(3, VOCABULARY, (ROWS, 2))}
+    return {
+        "input_values": torch.randn(ROWS, SAMPLES),
+        "labels": torch.randint(3, VOCABULARY, (ROWS, 2)),
+    }
 
 
 def series() -> dict[str, Tensor]:
@@ -240,7 +367,14 @@ def pairs() -> dict[str, Tensor]:
     return {"input_ids": ids, "pixel_values": torch.randn(ROWS, 3, IMAGE, IMAGE)}
 
 
-TABLES = ((TEXT, text), (IMAGE_CLASSES, images), (AUDIO, audio), (SERIES, series), (PATCHES, patches), (PAIRS, pairs))
+TABLES = (
+    (TEXT, text),
+    (IMAGE_CLASSES, images),
+    (AUDIO, audio),
+    (SERIES, series),
+    (PATCHES, patches),
+    (PAIRS, pairs),
+)
 
 UNBUILT: dict[str, str] = {
     "needs fields of its configuration that agree with each other, and has no row for them": """
@@ -283,7 +417,10 @@ UNBUILT: dict[str, str] = {
         ImageGPTForImageClassification LasrForCTC Mistral4ForSequenceClassification ParakeetForCTC
         Wav2Vec2BertForCTC
     """,
-    "draws seeds from the machine's clock and noise in its forward, so that no two runs are alike": """
+    (
+        "draws seeds from the machine's clock and noise in its forward, so that no two runs "
+        "are alike"
+    ): """
         ReformerModelWithLMHead
     """,
     "takes seconds for a forward, whatever its size": """
@@ -300,5 +437,7 @@ KNOWN: dict[str, dict[str, str]] = {
 """What is known of some of them: fields of a Case."""
 
 HUB: dict[str, Case] = {
-    name: _case(name, row, batch, **KNOWN.get(name, {})) for rows, batch in TABLES for name, row in rows.items()
+    name: _case(name, row, batch, **KNOWN.get(name, {}))
+    for rows, batch in TABLES
+    for name, row in rows.items()
 }

@@ -1,6 +1,8 @@
-"""Oddities in plain PyTorch: each class below does one thing that PyTorch allows and that few models do.
+"""Oddities in plain PyTorch: each class below does one thing that PyTorch allows and
+that few models do.
 
-A class enters the table under its name. Its `body` maps (rows, WIDTH) to the like, and its loss is the mean squared error.
+A class enters the table under its name. Its `body` maps (rows, WIDTH) to the like, and
+its loss is the mean squared error.
 """
 
 from __future__ import annotations
@@ -59,7 +61,11 @@ def linear() -> nn.Linear:
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 24),
+            nn.Linear(24, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -99,10 +105,12 @@ class Fit(nn.Module):
 
 
 IN_PARTS = "where ranks skip units each for itself, stage 3 may send a gradient in two parts"
-STAYS = "gradients of a weight are added up stay by stay in its unit, and in a plain loop use by use"
+STAYS = (
+    "gradients of a weight are added up stay by stay in its unit, and in a plain loop use by use"
+)
 
 
-# --- weights that are reached by other ways than attributes of their module ------------------------------------------
+# --- weights that are reached by other ways than attributes of their module -----------------------
 
 
 @odd(refused="must have no modules of TorchScript")
@@ -259,9 +267,18 @@ class BoundForward(Odd):
 class ReadsWeightsEveryWay(Odd):
     def odd(self, x: Tensor) -> Tensor:
         named = dict(self.named_parameters())
-        weight = self.inlet._parameters["weight"] + named["outlet.weight"] + getattr(self.inlet, "weight")  # noqa: B009
+        weight = (
+            self.inlet._parameters["weight"]
+            + named["outlet.weight"]
+            + getattr(self.inlet, "weight")  # noqa: B009
+        )
         flat = nn.utils.parameters_to_vector(self.blocks.parameters())
-        return x @ weight / 4 + next(self.parameters()).mean() + flat.square().mean() + self.state_dict()["inlet.bias"]
+        return (
+            x @ weight / 4
+            + next(self.parameters()).mean()
+            + flat.square().mean()
+            + self.state_dict()["inlet.bias"]
+        )
 
 
 @odd()
@@ -300,7 +317,7 @@ class NumpyOfAWeight(Odd):
         return x * float(self.inlet.weight.detach().numpy().max())
 
 
-# --- weights that the forward changes --------------------------------------------------------------------------------
+# --- weights that the forward changes -------------------------------------------------------------
 
 CHANGED = "must not be changed in place by the forward"
 
@@ -430,7 +447,9 @@ class TeacherOfAnotherUnit(Odd):
 
     def odd(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            for mean, weight in zip(self.teacher.parameters(), self.inlet.parameters(), strict=True):
+            for mean, weight in zip(
+                self.teacher.parameters(), self.inlet.parameters(), strict=True
+            ):
                 mean.lerp_(weight, 0.1)
         return x + self.teacher(x)
 
@@ -496,7 +515,7 @@ class ReversesItsBlocks(Odd):
         return x
 
 
-# --- ties and shares -------------------------------------------------------------------------------------------------
+# --- ties and shares ------------------------------------------------------------------------------
 
 
 @odd()
@@ -565,17 +584,22 @@ class SharedBuffers(Odd):
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
-            block.register_buffer("count", torch.zeros(3) if block is self.blocks[0] else self.blocks[0].count)
+            block.register_buffer(
+                "count", torch.zeros(3) if block is self.blocks[0] else self.blocks[0].count
+            )
 
     def odd(self, x: Tensor) -> Tensor:
         self.blocks[0].count += 1
         return x * self.blocks[1].count.sum()
 
 
-COPIED = "a kernel adds up in another order where a weight is contiguous, and in a flat buffer it always is"
+COPIED = (
+    "a kernel adds up in another order where a weight is contiguous, and in a flat buffer it "
+    "always is"
+)
 
 
-# --- shapes, dtypes and kinds of parameters --------------------------------------------------------------------------
+# --- shapes, dtypes and kinds of parameters -------------------------------------------------------
 
 
 @odd()
@@ -614,7 +638,12 @@ class OddStrides(Odd):
 
 @odd(images, rounds=COPIED)
 def channels_last() -> nn.Module:
-    body = Fit(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 3, padding=1))
+    body = Fit(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 4, 3, padding=1),
+    )
     return body.to(memory_format=torch.channels_last)
 
 
@@ -622,7 +651,9 @@ def channels_last() -> nn.Module:
 class Quantised(Odd):
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
+        self.table = nn.Parameter(
+            torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False
+        )
         self.mask = nn.Parameter(torch.arange(WIDTH) % 2 == 0, requires_grad=False)
 
     def odd(self, x: Tensor) -> Tensor:
@@ -669,10 +700,17 @@ def lazy_after_a_forward() -> nn.Module:
 class Containers(Odd):
     def __init__(self) -> None:
         super().__init__()
-        self.tree = nn.ModuleDict({
-            FIRST: nn.ModuleList(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)) for _ in range(3)),
-            SECOND: nn.Sequential(nn.ModuleDict({"0": linear()})["0"], nn.Sequential(nn.Sequential(linear()))),
-        })  # fmt: skip
+        self.tree = nn.ModuleDict(
+            {
+                FIRST: nn.ModuleList(
+                    nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True))
+                    for _ in range(3)
+                ),
+                SECOND: nn.Sequential(
+                    nn.ModuleDict({"0": linear()})["0"], nn.Sequential(nn.Sequential(linear()))
+                ),
+            }
+        )
         self.weights = nn.ParameterList(nn.ParameterList([torch.ones(WIDTH)]) for _ in range(2))
 
     def odd(self, x: Tensor) -> Tensor:
@@ -716,17 +754,23 @@ class UnusedOnOneRank(Odd):
         return self.inlet(x) if x[0, 0] > 0 else x
 
 
-# --- weights that are computed ---------------------------------------------------------------------------------------
+# --- weights that are computed --------------------------------------------------------------------
 
 
 @odd()
 def weight_norm() -> nn.Module:
-    return Fit(parametrizations.weight_norm(linear()), nn.Tanh(), parametrizations.weight_norm(linear()))
+    return Fit(
+        parametrizations.weight_norm(linear()), nn.Tanh(), parametrizations.weight_norm(linear())
+    )
 
 
 @odd()
 def spectral_norm() -> nn.Module:
-    return Fit(parametrizations.spectral_norm(linear()), nn.Tanh(), parametrizations.spectral_norm(linear()))
+    return Fit(
+        parametrizations.spectral_norm(linear()),
+        nn.Tanh(),
+        parametrizations.spectral_norm(linear()),
+    )
 
 
 @odd(rounds=COPIED)
@@ -754,7 +798,9 @@ class ParametrizedAndCached(Odd):
     def __init__(self) -> None:
         super().__init__()
         parametrize.register_parametrization(self.outlet, "weight", Symmetric())
-        parametrize.register_parametrization(self.outlet, "weight", parametrizations._SpectralNorm(self.outlet.weight))
+        parametrize.register_parametrization(
+            self.outlet, "weight", parametrizations._SpectralNorm(self.outlet.weight)
+        )
 
     def odd(self, x: Tensor) -> Tensor:
         with parametrize.cached():
@@ -785,16 +831,22 @@ class Ensemble(Odd):
             name: torch.stack([dict(block.named_parameters())[name] for block in self.blocks])
             for name, _ in self.blocks[0].named_parameters()
         }
-        return torch.func.vmap(lambda weights: functional_call(self.blocks[0], weights, (x,)))(stacked).mean(0)
+        return torch.func.vmap(lambda weights: functional_call(self.blocks[0], weights, (x,)))(
+            stacked
+        ).mean(0)
 
 
 @odd()
 class InnerStep(Odd):
-    """A step of gradient descent within the forward, as in meta-learning, by a weight that was used before."""
+    """A step of gradient descent within the forward, as in meta-learning, by a weight
+    that was used before.
+    """
 
     def odd(self, x: Tensor) -> Tensor:
         weight = self.inlet.weight
-        (grad,) = torch.autograd.grad(F.linear(x, weight).square().mean(), weight, create_graph=True)
+        (grad,) = torch.autograd.grad(
+            F.linear(x, weight).square().mean(), weight, create_graph=True
+        )
         return F.linear(x, weight - 0.1 * grad)
 
 
@@ -810,7 +862,9 @@ class InnerStepOfACopy(Odd):
 
     def odd(self, x: Tensor) -> Tensor:
         weight = 1 * self.inlet.weight
-        (grad,) = torch.autograd.grad(F.linear(x, weight).square().mean(), weight, create_graph=True)
+        (grad,) = torch.autograd.grad(
+            F.linear(x, weight).square().mean(), weight, create_graph=True
+        )
         return F.linear(x, weight - 0.1 * grad)
 
 
@@ -838,7 +892,7 @@ class ForwardMode(Odd):
         return out + torch.func.vmap(self.blocks[0])(slope)
 
 
-# --- random numbers and order ----------------------------------------------------------------------------------------
+# --- random numbers and order ---------------------------------------------------------------------
 
 
 @odd(rounds=IN_PARTS)
@@ -876,7 +930,9 @@ class RandomOrder(Odd):
 
 @odd()
 class ExpertsByToken(Odd):
-    """A mixture of experts, each called with the tokens that choose it, and left out where none does."""
+    """A mixture of experts, each called with the tokens that choose it, and left out
+    where none does.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -898,7 +954,13 @@ class ExpertsByToken(Odd):
 @odd()
 def dropouts() -> nn.Module:
     return Fit(
-        linear(), nn.Dropout(0.5), Block(), nn.AlphaDropout(0.3), nn.RReLU(), nn.FeatureAlphaDropout(0.2), Block()
+        linear(),
+        nn.Dropout(0.5),
+        Block(),
+        nn.AlphaDropout(0.3),
+        nn.RReLU(),
+        nn.FeatureAlphaDropout(0.2),
+        Block(),
     )
 
 
@@ -915,7 +977,7 @@ class OwnGenerator(Odd):
         return x + torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
 
 
-# --- checkpoints, compilers and modes --------------------------------------------------------------------------------
+# --- checkpoints, compilers and modes -------------------------------------------------------------
 
 
 @odd()
@@ -925,7 +987,9 @@ class Checkpointed(Odd):
     def body(self, x: Tensor) -> Tensor:
         x = self.inlet(x)
         for block in self.blocks:
-            x = checkpoints.checkpoint(lambda x, block=block: F.dropout(block(x), 0.3), x, use_reentrant=self.reentrant)
+            x = checkpoints.checkpoint(
+                lambda x, block=block: F.dropout(block(x), 0.3), x, use_reentrant=self.reentrant
+            )
         return self.outlet(x)
 
 
@@ -937,15 +1001,23 @@ class CheckpointedReentrant(Checkpointed):
 @odd()
 class CheckpointedSequence(Odd):
     def odd(self, x: Tensor) -> Tensor:
-        return checkpoints.checkpoint_sequential([*self.blocks, self.inlet, nn.Dropout(0.3)], 2, x, use_reentrant=False)
+        return checkpoints.checkpoint_sequential(
+            [*self.blocks, self.inlet, nn.Dropout(0.3)], 2, x, use_reentrant=False
+        )
 
 
 @odd()
 class CheckpointedSelectively(Odd):
     def odd(self, x: Tensor) -> Tensor:
-        keep = functools.partial(checkpoints.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-        x = checkpoints.checkpoint(nn.Sequential(*self.blocks), x, use_reentrant=False, context_fn=keep)
-        return checkpoints.checkpoint(super().odd, self.inlet(x), use_reentrant=False, context_fn=keep)
+        keep = functools.partial(
+            checkpoints.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
+        )
+        x = checkpoints.checkpoint(
+            nn.Sequential(*self.blocks), x, use_reentrant=False, context_fn=keep
+        )
+        return checkpoints.checkpoint(
+            super().odd, self.inlet(x), use_reentrant=False, context_fn=keep
+        )
 
 
 @odd()
@@ -986,7 +1058,10 @@ class AutocastInside(Odd):
 
 
 @odd(
-    rounds="autocast keeps the cast of a leaf, so that in a plain loop gradients of two uses are added up in bfloat16",
+    rounds=(
+        "autocast keeps the cast of a leaf, so that in a plain loop gradients of two uses "
+        "are added up in bfloat16"
+    ),
     tolerance=1e-3,
 )
 class AutocastOfTwoUses(Odd):
@@ -1035,7 +1110,7 @@ class Threads(Odd):
             return pool.submit(self.blocks[0], x).result() + self.inlet(x)
 
 
-# --- autograd --------------------------------------------------------------------------------------------------------
+# --- autograd -------------------------------------------------------------------------------------
 
 
 class Cubed(torch.autograd.Function):
@@ -1120,7 +1195,9 @@ class ChangesItsBatch(Odd):
 class Hooks(Odd):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * module.up.weight[0, 0],))
+        self.blocks[0].register_forward_pre_hook(
+            lambda module, args: (args[0] * module.up.weight[0, 0],)
+        )
         self.blocks[0].register_forward_hook(lambda module, args, out: out + module.norm.bias)
         self.blocks[1].register_full_backward_hook(lambda module, grads, outs: (0.5 * grads[0],))
         self.blocks[1].register_full_backward_pre_hook(lambda module, grads: (2 * grads[0],))
@@ -1154,7 +1231,7 @@ class KeepsTheGraph(Odd):
         return x + self.last
 
 
-# --- buffers ---------------------------------------------------------------------------------------------------------
+# --- buffers --------------------------------------------------------------------------------------
 
 
 @odd()
@@ -1250,7 +1327,9 @@ class BufferOfTheFirstForward(BufferFromTheFirstBatch):
 
 @odd()
 class CodeBook(Odd):
-    """A vector quantiser: its code words are averages in buffers, and the gradient goes straight through."""
+    """A vector quantiser: its code words are averages in buffers, and the gradient goes
+    straight through.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -1263,12 +1342,15 @@ class CodeBook(Odd):
         return x + (self.codes[chosen] - x).detach()
 
 
-# --- modules of PyTorch ----------------------------------------------------------------------------------------------
+# --- modules of PyTorch ---------------------------------------------------------------------------
 
 
 @odd(sequences)
 def lstm() -> nn.Module:
-    return Fit(linear(), nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True, dropout=0.2))
+    return Fit(
+        linear(),
+        nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True, dropout=0.2),
+    )
 
 
 @odd(sequences)
@@ -1290,7 +1372,10 @@ class Packed(Odd):
     def odd(self, x: Tensor) -> Tensor:
         lengths = torch.arange(len(x)) + LENGTH - len(x) + 1
         packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return x + rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=LENGTH)[0]
+        return (
+            x
+            + rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=LENGTH)[0]
+        )
 
 
 @odd(sequences, rounds=STAYS)
@@ -1314,7 +1399,9 @@ class Attention(Odd):
     def __init__(self) -> None:
         super().__init__()
         self.one = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True, add_bias_kv=True)
-        self.other = nn.MultiheadAttention(WIDTH, 4, kdim=WIDTH, vdim=WIDTH, bias=False, batch_first=True)
+        self.other = nn.MultiheadAttention(
+            WIDTH, 4, kdim=WIDTH, vdim=WIDTH, bias=False, batch_first=True
+        )
 
     def odd(self, x: Tensor) -> Tensor:
         x = x + self.one(x, x, x, need_weights=False)[0]
@@ -1323,7 +1410,11 @@ class Attention(Odd):
 
 @odd(sequences)
 def encoder() -> nn.Module:
-    return Fit(nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 24, batch_first=True, norm_first=True), 2))
+    return Fit(
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 2, 24, batch_first=True, norm_first=True), 2
+        )
+    )
 
 
 @odd(sequences)
@@ -1334,7 +1425,10 @@ class Transformer(Odd):
 
     def odd(self, x: Tensor) -> Tensor:
         return self.both(
-            x, x.flip(1), tgt_mask=nn.Transformer.generate_square_subsequent_mask(LENGTH), tgt_is_causal=True
+            x,
+            x.flip(1),
+            tgt_mask=nn.Transformer.generate_square_subsequent_mask(LENGTH),
+            tgt_is_causal=True,
         )
 
 
@@ -1371,10 +1465,15 @@ class AdaptiveSoftmax(Odd):
 @odd(images)
 def convolutions() -> nn.Module:
     return Fit(
-        nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect"), nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
-        nn.PReLU(8), nn.Conv2d(8, 8, 3, groups=8, stride=2, padding=1), nn.GroupNorm(2, 8), nn.SiLU(inplace=True),
-        nn.ConvTranspose2d(8, 4, 2, stride=2), nn.BatchNorm2d(4, momentum=None),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect"),
+        nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+        nn.PReLU(8),
+        nn.Conv2d(8, 8, 3, groups=8, stride=2, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.SiLU(inplace=True),
+        nn.ConvTranspose2d(8, 4, 2, stride=2),
+        nn.BatchNorm2d(4, momentum=None),
+    )
 
 
 @odd()
@@ -1393,7 +1492,10 @@ class NormsAtRest(Odd):
 @odd()
 def norm_without_statistics() -> nn.Module:
     return Fit(
-        linear(), nn.BatchNorm1d(WIDTH, track_running_stats=False), linear(), nn.BatchNorm1d(WIDTH, affine=False)
+        linear(),
+        nn.BatchNorm1d(WIDTH, track_running_stats=False),
+        linear(),
+        nn.BatchNorm1d(WIDTH, affine=False),
     )
 
 

@@ -1,4 +1,6 @@
-"""Oddities of research code, as `zoo.oddities`: parametrizations, gradients within the forward, and what models keep."""
+"""Oddities of research code, as `zoo.oddities`: parametrizations, gradients within the
+forward, and what models keep.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ class GrowingCache(Odd):
 
     def odd(self, x: Tensor) -> Tensor:
         self.calls += 1
-        self.register_buffer("table", torch.arange(self.calls * WIDTH).float() / 50, persistent=False)
+        self.register_buffer(
+            "table", torch.arange(self.calls * WIDTH).float() / 50, persistent=False
+        )
         return x + self.table[-WIDTH:]
 
 
@@ -161,7 +165,9 @@ class FrozenParameterWithAFunction(Odd):
 
 
 class Adjoint(torch.autograd.Function):
-    """As in torchdiffeq: the backward runs the module again, and differentiates by the parameters of the forward."""
+    """As in torchdiffeq: the backward runs the module again, and differentiates by the
+    parameters of the forward.
+    """
 
     @staticmethod
     def forward(ctx: Any, func: Any, y: Tensor, *params: Tensor) -> Tensor:
@@ -191,12 +197,16 @@ class NeuralOde(Odd):
 class NeuralOdeOfCopies(Odd):
     def odd(self, x: Tensor) -> Tensor:
         copies = {name: 1 * param for name, param in self.blocks[0].named_parameters()}
-        return Adjoint.apply(lambda y: functional_call(self.blocks[0], copies, (y,)), x, *copies.values())
+        return Adjoint.apply(
+            lambda y: functional_call(self.blocks[0], copies, (y,)), x, *copies.values()
+        )
 
 
 @odd()
 class Equilibrium(Odd):
-    """A deep equilibrium model: a hook solves for the gradient, and runs the module again for it."""
+    """A deep equilibrium model: a hook solves for the gradient, and runs the module
+    again for it.
+    """
 
     def map(self, z: Tensor, x: Tensor) -> Tensor:
         return 0.2 * torch.tanh(self.blocks[0](z)) + x
@@ -279,7 +289,9 @@ class AutocastToggled(Odd):
 class HooksWithKwargs(Odd):
     def __init__(self) -> None:
         super().__init__()
-        self.inlet.register_forward_hook(lambda m, a, k, out: out * 2, with_kwargs=True, always_call=True)
+        self.inlet.register_forward_hook(
+            lambda m, a, k, out: out * 2, with_kwargs=True, always_call=True
+        )
         self.outlet.register_forward_pre_hook(
             lambda m, a, k: ((a[0] + m.weight.mean(),), k), with_kwargs=True, prepend=True
         )
@@ -324,7 +336,9 @@ class TeacherInBuffers(Odd):
         with torch.no_grad():
             for name, p in self.inlet.named_parameters():
                 getattr(self, "mean_" + name).lerp_(p, 0.5)
-            target = functional_call(self.inlet, {n: getattr(self, "mean_" + n) for n in ("weight", "bias")}, (x,))
+            target = functional_call(
+                self.inlet, {n: getattr(self, "mean_" + n) for n in ("weight", "bias")}, (x,)
+            )
         return x + target
 
 
@@ -376,7 +390,9 @@ class MovesItself(Odd):
 class CompiledFunction(Odd):
     def __init__(self) -> None:
         super().__init__()
-        self.f = torch.compile(lambda x: F.linear(x, self.inlet.weight, self.outlet.bias), backend="eager")
+        self.f = torch.compile(
+            lambda x: F.linear(x, self.inlet.weight, self.outlet.bias), backend="eager"
+        )
 
     def odd(self, x: Tensor) -> Tensor:
         return self.f(x)
@@ -425,7 +441,9 @@ class FrozenExpanded(Odd):
     def __init__(self) -> None:
         super().__init__()
         self.flat = nn.Parameter(torch.full((1,), 2.0).expand(WIDTH), requires_grad=False)
-        self.conj = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64).conj(), requires_grad=False)
+        self.conj = nn.Parameter(
+            torch.randn(WIDTH, dtype=torch.complex64).conj(), requires_grad=False
+        )
 
     def odd(self, x: Tensor) -> Tensor:
         return x * self.flat * self.conj.imag
@@ -448,7 +466,9 @@ class NegativeBit(Odd):
 class QuantizedTensor(Odd):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("q", torch.quantize_per_tensor(torch.randn(WIDTH), 0.1, 0, torch.qint8))
+        self.register_buffer(
+            "q", torch.quantize_per_tensor(torch.randn(WIDTH), 0.1, 0, torch.qint8)
+        )
 
     def odd(self, x: Tensor) -> Tensor:
         return x + self.q.dequantize()
@@ -465,7 +485,9 @@ class Jagged(Odd):
 class FrozenWrapperSubclass(Odd):
     def __init__(self) -> None:
         super().__init__()
-        self.w = nn.Parameter(TwoTensor(torch.ones(WIDTH), 2 * torch.ones(WIDTH)), requires_grad=False)
+        self.w = nn.Parameter(
+            TwoTensor(torch.ones(WIDTH), 2 * torch.ones(WIDTH)), requires_grad=False
+        )
 
     def odd(self, x: Tensor) -> Tensor:
         return x * self.w.b
@@ -576,7 +598,9 @@ class WeightDrop(Odd):
 
 @odd(sequences)
 def weight_normed_lstm() -> nn.Module:
-    return Fit(parametrizations.weight_norm(nn.LSTM(WIDTH, WIDTH, batch_first=True), "weight_hh_l0"))
+    return Fit(
+        parametrizations.weight_norm(nn.LSTM(WIDTH, WIDTH, batch_first=True), "weight_hh_l0")
+    )
 
 
 @odd()
@@ -600,10 +624,14 @@ class SpectralConvolution(Odd):
     def __init__(self) -> None:
         super().__init__()
         self.pairs = nn.Parameter(torch.randn(WIDTH // 2 + 1, 2))
-        self.frozen = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64), requires_grad=False)
+        self.frozen = nn.Parameter(
+            torch.randn(WIDTH // 2 + 1, dtype=torch.complex64), requires_grad=False
+        )
 
     def odd(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.pairs) * self.frozen, n=WIDTH)
+        return torch.fft.irfft(
+            torch.fft.rfft(x) * torch.view_as_complex(self.pairs) * self.frozen, n=WIDTH
+        )
 
 
 @odd()

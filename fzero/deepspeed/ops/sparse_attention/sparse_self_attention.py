@@ -1,4 +1,6 @@
-"""`SparseSelfAttention`: sparse attention as a module without parameters, with DeepSpeed's name and arguments."""
+"""`SparseSelfAttention`: sparse attention as a module without parameters, with
+DeepSpeed's name and arguments.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,18 @@ Mode = Literal["add", "mul"]
 
 
 class SparseSelfAttention(nn.Module):
-    """Attention over the blocks that a `SparsityConfig` keeps, in any dtype and on any device.
+    """Attention over the blocks that a `SparsityConfig` keeps, in any dtype and on any
+    device.
 
     Args:
-        sparsity_config: makes the layout; any object with `block`, `num_heads` and `make_layout`.
+        sparsity_config: makes the layout; any object with `block`, `num_heads` and
+            `make_layout`.
         key_padding_mask_mode, attn_mask_mode: see `Mode`.
-        max_seq_length: the layout is made for this length; shorter sequences have its first rows and columns.
+        max_seq_length: the layout is made for this length; shorter sequences have its
+            first rows and columns.
         layer: its number; random blocks differ from layer to layer.
-        causal: whether no token attends to a later one. False is DeepSpeed's rule: the blocks alone decide.
+        causal: whether no token attends to a later one. False is DeepSpeed's rule: the
+            blocks alone decide.
         backend: see `sparse_attention`.
 
     Raises:
@@ -33,13 +39,25 @@ class SparseSelfAttention(nn.Module):
     """
 
     def __init__(
-        self, sparsity_config: Any, key_padding_mask_mode: Mode = "add", attn_mask_mode: Mode = "mul",
-        max_seq_length: int = 2048, *, layer: int = 0, causal: bool = False, backend: Backend = "auto",
-    ) -> None:  # fmt: skip
+        self,
+        sparsity_config: Any,
+        key_padding_mask_mode: Mode = "add",
+        attn_mask_mode: Mode = "mul",
+        max_seq_length: int = 2048,
+        *,
+        layer: int = 0,
+        causal: bool = False,
+        backend: Backend = "auto",
+    ) -> None:
         super().__init__()
-        for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
+        for name, mode in (
+            ("key_padding_mask_mode", key_padding_mask_mode),
+            ("attn_mask_mode", attn_mask_mode),
+        ):
             if mode not in ("add", "mul"):
-                raise ValueError(f"SparseSelfAttention: {name} must be 'add' or 'mul', got {mode!r}")
+                raise ValueError(
+                    f"SparseSelfAttention: {name} must be 'add' or 'mul', got {mode!r}"
+                )
         self.sparsity_config, self.causal, self.backend = sparsity_config, causal, backend
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.max_seq_length = max_seq_length
@@ -59,20 +77,27 @@ class SparseSelfAttention(nn.Module):
         """The layout of a sequence of this length, as a value.
 
         Raises:
-            ValueError: the block does not divide the length, or it is above `max_seq_length`.
+            ValueError: the block does not divide the length, or it is above
+                `max_seq_length`.
         """
         check_length(length, self.sparsity_config.block)
         if length > self.max_seq_length:
             raise ValueError(
-                f"SparseSelfAttention: a sequence must have at most max_seq_length tokens, {self.max_seq_length}, got {length}; "
-                f"pass SparseSelfAttention(max_seq_length={length})"
+                f"SparseSelfAttention: a sequence must have at most max_seq_length tokens, "
+                f"{self.max_seq_length}, got {length}; pass "
+                f"SparseSelfAttention(max_seq_length={length})"
             )
         return self.layout.corner(length // self.sparsity_config.block)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, rpe: Tensor | None = None, key_padding_mask: Tensor | None = None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rpe: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Attention with scale D^-½, (B, H, L, D).
 
         Args:
@@ -89,7 +114,9 @@ class SparseSelfAttention(nn.Module):
             key = key.transpose(2, 3)
         biases, key_mask = [] if rpe is None else [rpe], None
         if key_padding_mask is not None:
-            mask = _of_shape(key_padding_mask, (batch, length), "key_padding_mask", "(B, L) or (B, 1, 1, L)")
+            mask = _of_shape(
+                key_padding_mask, (batch, length), "key_padding_mask", "(B, L) or (B, 1, 1, L)"
+            )
             if self.key_padding_mask_mode == "mul":
                 key_mask = mask != 0
             else:
@@ -97,23 +124,35 @@ class SparseSelfAttention(nn.Module):
         if attn_mask is not None:
             mask = _of_shape(attn_mask, (length, length), "attn_mask", "(L, L)")
             if self.attn_mask_mode == "mul":
-                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask == 0, float("-inf"))
+                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(
+                    mask == 0, float("-inf")
+                )
             biases.append(_added(mask, "attn_mask"))
         layout = self.layout_for(length)
         if layout.attention == "unidirectional" and attn_mask is None and not self.causal:
             warnings.warn(
-                "SparseSelfAttention: a unidirectional layout is causal by blocks only, as in DeepSpeed: a token sees the later "
-                "ones of its block; pass causal=True, or an attn_mask",
+                "SparseSelfAttention: a unidirectional layout is causal by blocks only, as in "
+                "DeepSpeed: a token sees the later ones of its block; pass causal=True, or an "
+                "attn_mask",
                 stacklevel=2,
             )
         return sparse_attention(
-            query, key, value, layout, block=self.sparsity_config.block, causal=self.causal, key_mask=key_mask, biases=biases,
+            query,
+            key,
+            value,
+            layout,
+            block=self.sparsity_config.block,
+            causal=self.causal,
+            key_mask=key_mask,
+            biases=biases,
             backend=self.backend,
-        )  # fmt: skip
+        )
 
 
 def take_master_layout(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Takes the layout from a state dict of DeepSpeed, which stores it as a tensor; fzero stores none."""
+    """Takes the layout from a state dict of DeepSpeed, which stores it as a tensor;
+    fzero stores none.
+    """
     blocks = state.pop(f"{prefix}master_layout", None)
     if blocks is not None:
         assert isinstance(module, SparseSelfAttention)
@@ -122,16 +161,23 @@ def take_master_layout(module: nn.Module, state: dict[str, Any], prefix: str, *r
 
 
 def _of_shape(mask: Tensor, shape: tuple[int, int], name: str, words: str) -> Tensor:
-    squeezed = mask.reshape(shape) if mask.numel() == shape[0] * shape[1] and mask.shape[-1] == shape[1] else mask
+    squeezed = (
+        mask.reshape(shape)
+        if mask.numel() == shape[0] * shape[1] and mask.shape[-1] == shape[1]
+        else mask
+    )
     if squeezed.shape != shape:
-        raise ValueError(f"SparseSelfAttention: {name} must have the shape {words}, {shape}, got {tuple(mask.shape)}")
+        raise ValueError(
+            f"SparseSelfAttention: {name} must have the shape {words}, {shape}, got "
+            f"{tuple(mask.shape)}"
+        )
     return squeezed
 
 
 def _added(mask: Tensor, name: str) -> Tensor:
     if not mask.is_floating_point():
         raise ValueError(
-            f"SparseSelfAttention: {name} is added to the scores, so it must be floating, got {mask.dtype}; pass "
-            f"{name}_mode='mul', or (1 - mask) * -10000.0"
+            f"SparseSelfAttention: {name} is added to the scores, so it must be floating, got "
+            f"{mask.dtype}; pass {name}_mode='mul', or (1 - mask) * -10000.0"
         )
     return mask

@@ -1,4 +1,6 @@
-"""`SparsityConfig` and its kinds: a pattern, a block size and a number of heads, with DeepSpeed's names and arguments."""
+"""`SparsityConfig` and its kinds: a pattern, a block size and a number of heads, with
+DeepSpeed's names and arguments.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class SparsityConfig:
-    """The base of all kinds; it has no layout itself. Options are attributes, and can be changed.
+    """The base of all kinds; it has no layout itself. Options are attributes, and can
+    be changed.
 
     Args:
         num_heads: the heads of the attention.
@@ -38,15 +41,26 @@ class SparsityConfig:
     pattern_class: ClassVar[type[Pattern] | None] = None
 
     def __init__(
-        self, num_heads: int, block: int = 16, different_layout_per_head: bool = False, *, seed: int = 0, **options: Any
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        *,
+        seed: int = 0,
+        **options: Any,
     ) -> None:
         for name, value in (("num_heads", num_heads), ("block", block)):
             if value < 1:
                 raise ValueError(f"{type(self).__name__}.{name}: must be at least 1, got {value}")
-        known = {field.name for field in fields(self.pattern_class)} if self.pattern_class else set[str]()
+        known = (
+            {field.name for field in fields(self.pattern_class)}
+            if self.pattern_class
+            else set[str]()
+        )
         if unknown := sorted({*options} - known):
             raise TypeError(
-                f"{type(self).__name__}: has no option {', '.join(unknown)}; it has {', '.join(sorted(known))}"
+                f"{type(self).__name__}: has no option {', '.join(unknown)}; it has "
+                f"{', '.join(sorted(known))}"
             )
         self.num_heads, self.block, self.seed = num_heads, block, seed
         self.different_layout_per_head = different_layout_per_head
@@ -56,7 +70,8 @@ class SparsityConfig:
 
     @classmethod
     def of(cls, block: SparseAttention, num_heads: int, *, seed: int = 0) -> SparsityConfig:
-        """What the block `sparse_attention` of a configuration describes, for a number of heads.
+        """What the block `sparse_attention` of a configuration describes, for a number
+        of heads.
 
         >>> from fzero import Config
         >>> cfg = Config.load({"sparse_attention": {"mode": "bslongformer", "block": 32}})
@@ -79,32 +94,46 @@ class SparsityConfig:
         """
         if self.pattern_class is None:
             raise NotImplementedError(
-                f"{type(self).__name__}: has no layout of its own; use FixedSparsityConfig or another kind, or define make_layout"
+                f"{type(self).__name__}: has no layout of its own; use FixedSparsityConfig or "
+                f"another kind, or define make_layout"
             )
-        given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self.pattern_class)}
-        options: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+        given: dict[str, Any] = {
+            field.name: getattr(self, field.name) for field in fields(self.pattern_class)
+        }
+        options: dict[str, Any] = {
+            name: tuple(x) if isinstance(x, list) else x for name, x in given.items()
+        }
         return self.pattern_class(**options)
 
     def layout(self, seq_len: int, *, layer: int = 0) -> Layout:
         """The layout of a sequence of `seq_len` tokens, in the layer of that number.
 
         Raises:
-            ValueError: the block does not divide the length, or the options need a longer one.
+            ValueError: the block does not divide the length, or the options need a
+                longer one.
         """
         check_length(seq_len, self.block)
-        return self.pattern.layout(seq_len // self.block, heads=self.num_heads, seed=self.seed, layer=layer)
+        return self.pattern.layout(
+            seq_len // self.block, heads=self.num_heads, seed=self.seed, layer=layer
+        )
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """The layout of layer 0 as DeepSpeed's: int64 (heads, N, N), 1 for a kept block."""
+        """The layout of layer 0 as DeepSpeed's: int64 (heads, N, N), 1 for a kept
+        block.
+        """
         return tensor_of(self.layout(seq_len), self.num_heads)
 
     def setup_layout(self, seq_len: int) -> Tensor:
         """An empty layout, int64 (heads, N, N): where a kind of the user's own begins."""
         check_length(seq_len, self.block)
-        return torch.zeros(self.num_heads, seq_len // self.block, seq_len // self.block, dtype=torch.int64)
+        return torch.zeros(
+            self.num_heads, seq_len // self.block, seq_len // self.block, dtype=torch.int64
+        )
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
-        """Copies head 0's layout to all heads, unless each has its own: where a kind of the user's own ends."""
+        """Copies head 0's layout to all heads, unless each has its own: where a kind of
+        the user's own ends.
+        """
         if not self.different_layout_per_head:
             layout[1:] = layout[0]
         return layout
@@ -122,15 +151,29 @@ class FixedSparsityConfig(SparsityConfig):
     pattern_class = Fixed
 
     def __init__(
-        self, num_heads: int, block: int = 16, different_layout_per_head: bool = False, num_local_blocks: int = 4,
-        num_global_blocks: int = 1, attention: Attention = "bidirectional", horizontal_global_attention: bool = False,
-        num_different_global_patterns: int = 1, *, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        num_local_blocks: int = 4,
+        num_global_blocks: int = 1,
+        attention: Attention = "bidirectional",
+        horizontal_global_attention: bool = False,
+        num_different_global_patterns: int = 1,
+        *,
+        seed: int = 0,
+    ) -> None:
         super().__init__(
-            num_heads, block, different_layout_per_head, seed=seed, num_local_blocks=num_local_blocks,
-            num_global_blocks=num_global_blocks, attention=attention, horizontal_global_attention=horizontal_global_attention,
+            num_heads,
+            block,
+            different_layout_per_head,
+            seed=seed,
+            num_local_blocks=num_local_blocks,
+            num_global_blocks=num_global_blocks,
+            attention=attention,
+            horizontal_global_attention=horizontal_global_attention,
             num_different_global_patterns=num_different_global_patterns,
-        )  # fmt: skip
+        )
 
 
 class VariableSparsityConfig(SparsityConfig):
@@ -139,17 +182,31 @@ class VariableSparsityConfig(SparsityConfig):
     pattern_class = Variable
 
     def __init__(
-        self, num_heads: int, block: int = 16, different_layout_per_head: bool = False, num_random_blocks: int = 0,
-        local_window_blocks: Sequence[int] = (4,), global_block_indices: Sequence[int] = (0,),
-        global_block_end_indices: Sequence[int] | None = None, attention: Attention = "bidirectional",
-        horizontal_global_attention: bool = False, *, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        num_random_blocks: int = 0,
+        local_window_blocks: Sequence[int] = (4,),
+        global_block_indices: Sequence[int] = (0,),
+        global_block_end_indices: Sequence[int] | None = None,
+        attention: Attention = "bidirectional",
+        horizontal_global_attention: bool = False,
+        *,
+        seed: int = 0,
+    ) -> None:
         super().__init__(
-            num_heads, block, different_layout_per_head, seed=seed, num_random_blocks=num_random_blocks,
-            local_window_blocks=local_window_blocks, global_block_indices=global_block_indices,
-            global_block_end_indices=global_block_end_indices, attention=attention,
+            num_heads,
+            block,
+            different_layout_per_head,
+            seed=seed,
+            num_random_blocks=num_random_blocks,
+            local_window_blocks=local_window_blocks,
+            global_block_indices=global_block_indices,
+            global_block_end_indices=global_block_end_indices,
+            attention=attention,
             horizontal_global_attention=horizontal_global_attention,
-        )  # fmt: skip
+        )
 
 
 class BigBirdSparsityConfig(SparsityConfig):
@@ -158,13 +215,27 @@ class BigBirdSparsityConfig(SparsityConfig):
     pattern_class = BigBird
 
     def __init__(
-        self, num_heads: int, block: int = 16, different_layout_per_head: bool = False, num_random_blocks: int = 1,
-        num_sliding_window_blocks: int = 3, num_global_blocks: int = 1, attention: Attention = "bidirectional", *, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        num_random_blocks: int = 1,
+        num_sliding_window_blocks: int = 3,
+        num_global_blocks: int = 1,
+        attention: Attention = "bidirectional",
+        *,
+        seed: int = 0,
+    ) -> None:
         super().__init__(
-            num_heads, block, different_layout_per_head, seed=seed, num_random_blocks=num_random_blocks,
-            num_sliding_window_blocks=num_sliding_window_blocks, num_global_blocks=num_global_blocks, attention=attention,
-        )  # fmt: skip
+            num_heads,
+            block,
+            different_layout_per_head,
+            seed=seed,
+            num_random_blocks=num_random_blocks,
+            num_sliding_window_blocks=num_sliding_window_blocks,
+            num_global_blocks=num_global_blocks,
+            attention=attention,
+        )
 
 
 class BSLongformerSparsityConfig(SparsityConfig):
@@ -173,14 +244,27 @@ class BSLongformerSparsityConfig(SparsityConfig):
     pattern_class = BSLongformer
 
     def __init__(
-        self, num_heads: int, block: int = 16, different_layout_per_head: bool = False, num_sliding_window_blocks: int = 3,
-        global_block_indices: Sequence[int] = (0,), global_block_end_indices: Sequence[int] | None = None,
-        attention: Attention = "bidirectional", *, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        num_sliding_window_blocks: int = 3,
+        global_block_indices: Sequence[int] = (0,),
+        global_block_end_indices: Sequence[int] | None = None,
+        attention: Attention = "bidirectional",
+        *,
+        seed: int = 0,
+    ) -> None:
         super().__init__(
-            num_heads, block, different_layout_per_head, seed=seed, num_sliding_window_blocks=num_sliding_window_blocks,
-            global_block_indices=global_block_indices, global_block_end_indices=global_block_end_indices, attention=attention,
-        )  # fmt: skip
+            num_heads,
+            block,
+            different_layout_per_head,
+            seed=seed,
+            num_sliding_window_blocks=num_sliding_window_blocks,
+            global_block_indices=global_block_indices,
+            global_block_end_indices=global_block_end_indices,
+            attention=attention,
+        )
 
 
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
@@ -195,7 +279,12 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         num_sliding_window_blocks: int = 3,
         attention: Attention = "unidirectional",
     ) -> None:
-        super().__init__(num_heads, block, num_sliding_window_blocks=num_sliding_window_blocks, attention=attention)
+        super().__init__(
+            num_heads,
+            block,
+            num_sliding_window_blocks=num_sliding_window_blocks,
+            attention=attention,
+        )
 
 
 KINDS: dict[str, type[SparsityConfig]] = {
@@ -211,8 +300,13 @@ def tensor_of(layout: Layout, num_heads: int) -> Tensor:
 
 
 def layout_of(config: Any, seq_len: int, *, layer: int = 0) -> Layout:
-    """The layout of any object with `block` and `make_layout`, such as a user's own kind of `SparsityConfig`."""
-    is_own = isinstance(config, SparsityConfig) and type(config).make_layout is SparsityConfig.make_layout
+    """The layout of any object with `block` and `make_layout`, such as a user's own
+    kind of `SparsityConfig`.
+    """
+    is_own = (
+        isinstance(config, SparsityConfig)
+        and type(config).make_layout is SparsityConfig.make_layout
+    )
     if is_own:
         made: Layout = config.layout(seq_len, layer=layer)
         return made

@@ -1,7 +1,9 @@
-"""`FlopsProfiler`, `get_model_profile`: operations, multiply-accumulates and parameters of a model's forward.
+"""`FlopsProfiler`, `get_model_profile`: operations, multiply-accumulates and parameters
+of a model's forward.
 
-Counted are matrix products, convolutions and attention, with torch's formulas. (DeepSpeed also counts activations and norms,
-which take less than a percent of a transformer.) `fzero.profiling.profile` measures backward and update, too.
+Counted are matrix products, convolutions and attention, with torch's formulas.
+(DeepSpeed also counts activations and norms, which take less than a percent of a
+transformer.) `fzero.profiling.profile` measures backward and update, too.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class FlopsProfiler:
         ds_engine, recompute_fwd_factor: ignored.
     """
 
-    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+    def __init__(
+        self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0
+    ) -> None:
         self.model, self.started = model, False
         self._stack, self._profiles = ExitStack(), tuple[ModuleProfile, ...]()
         self._timer: ModuleTimer | None = None
@@ -103,7 +107,12 @@ class FlopsProfiler:
             param = next(self.model.parameters(), torch.empty(()))
             rate = matrix_rate(param.device, param.dtype)
             found = Profile(self._profiles, whole.forward, 0.0, 0.0, rate)
-            found.show(module_depth=module_depth, top_modules=top_modules, detailed=detailed, output_file=output_file)
+            found.show(
+                module_depth=module_depth,
+                top_modules=top_modules,
+                detailed=detailed,
+                output_file=output_file,
+            )
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Prints the classes of modules with the most operations."""
@@ -125,11 +134,14 @@ def get_model_profile(
     ignore_modules: Any = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """(Operations, multiply-accumulates, parameters) of one forward in evaluation mode, as text or as numbers.
+    """(Operations, multiply-accumulates, parameters) of one forward in evaluation mode,
+    as text or as numbers.
 
     Args:
-        input_shape: the shape of the only input; else `args` and `kwargs` are the inputs.
-        print_profile: whether the tree of modules is printed, or written to `output_file`.
+        input_shape: the shape of the only input; else `args` and `kwargs` are the
+            inputs.
+        print_profile: whether the tree of modules is printed, or written to
+            `output_file`.
         warm_up: the number of forwards before.
         mode: "forward", or "generate" to call that method.
     """
@@ -137,7 +149,9 @@ def get_model_profile(
         param = next(model.parameters(), torch.empty(()))
         args = [torch.ones(input_shape, dtype=param.dtype, device=param.device)]
     if not args and not kwargs:
-        raise ValueError("get_model_profile: needs an input, got none; pass input_shape, args or kwargs")
+        raise ValueError(
+            "get_model_profile: needs an input, got none; pass input_shape, args or kwargs"
+        )
     model.eval()
     call = model if mode == "forward" else getattr(model, mode)
     for _ in range(warm_up):

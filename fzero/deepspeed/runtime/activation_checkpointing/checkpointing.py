@@ -17,7 +17,9 @@ deepspeed_checkpointing_enabled = False
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """The function's result; the backward recomputes its saved tensors. To be called inside the engine's module."""
+    """The function's result; the backward recomputes its saved tensors. To be called
+    inside the engine's module.
+    """
     return torch_checkpoint(function, *args, use_reentrant=False)
 
 
@@ -35,7 +37,8 @@ class CheckpointFunction:
 
 
 class CudaRNGStatesTracker:
-    """States of the random generator by name: inside `fork(name)` random numbers come from that state.
+    """States of the random generator by name: inside `fork(name)` random numbers come
+    from that state.
 
     >>> import torch
     >>> tracker = CudaRNGStatesTracker()
@@ -61,7 +64,9 @@ class CudaRNGStatesTracker:
     def add(self, name: str, seed: int) -> None:
         """Makes a state from a seed."""
         if name in self.states_:
-            raise ValueError(f"CudaRNGStatesTracker.add: name must be new, got {name!r}; call reset() first")
+            raise ValueError(
+                f"CudaRNGStatesTracker.add: name must be new, got {name!r}; call reset() first"
+            )
         here = get_accelerator()
         before = here.get_rng_state()
         here.manual_seed(seed)
@@ -72,7 +77,8 @@ class CudaRNGStatesTracker:
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
         if name not in self.states_:
             raise ValueError(
-                f"CudaRNGStatesTracker.fork: name must be one that was added, got {name!r}; call add first"
+                f"CudaRNGStatesTracker.fork: name must be one that was added, got {name!r}; call "
+                f"add first"
             )
         here = get_accelerator()
         before = here.get_rng_state()
@@ -93,7 +99,9 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the device, and the state "model-parallel-rng" as rank 0 of a model-parallel group does."""
+    """Seeds the device, and the state "model-parallel-rng" as rank 0 of a
+    model-parallel group does.
+    """
     _tracker.reset()
     get_accelerator().manual_seed(seed)
     _tracker.add(_MODEL_PARALLEL, seed + 2718)
@@ -106,7 +114,8 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Accepts False only."""
     if partition_activation:
         raise ValueError(
-            "checkpointing.partition_activations_in_checkpoint: must be False, got True: nothing is model-parallel; leave it out"
+            "checkpointing.partition_activations_in_checkpoint: must be False, got True: nothing "
+            "is model-parallel; leave it out"
         )
 
 
@@ -127,7 +136,8 @@ def configure(
     """Raises for options that `checkpoint` does not support; otherwise does nothing.
 
     Raises:
-        ValueError: partitioned activations, contiguous memory or host memory are requested.
+        ValueError: partitioned activations, contiguous memory or host memory are
+            requested.
     """
     global _configured
     given = {
@@ -138,7 +148,8 @@ def configure(
     wanted = [name for name, value in given.items() if value]
     if wanted:
         raise ValueError(
-            f"checkpointing.configure: {wanted[0]} must be False, got True; leave it out, or name whole blocks in "
+            f"checkpointing.configure: {wanted[0]} must be False, got True; leave it out, or name "
+            f"whole blocks in "
             f'"activation_checkpointing": {{"every": 1, "cpu_checkpointing": true}} of the configuration'
         )
     _configured = True

@@ -1,7 +1,9 @@
-"""`deepspeed.runtime.pipe.schedule`: DeepSpeed's schedules as lists of instructions for each tick.
+"""`deepspeed.runtime.pipe.schedule`: DeepSpeed's schedules as lists of instructions for
+each tick.
 
-They are for scripts that look at them; fzero executes orders (`fzero.pipeline.orders`), from which these lists are made: an event
-is an instruction at its tick, and what a stage sends leaves one tick after it was computed.
+They are for scripts that look at them; fzero executes orders (`fzero.pipeline.orders`),
+from which these lists are made: an event is an instruction at its tick, and what a
+stage sends leaves one tick after it was computed.
 """
 
 from __future__ import annotations
@@ -77,10 +79,17 @@ class RecvGrad(BufferOpInstruction):
 
 
 _MADE: dict[str, type[BufferOpInstruction]] = {
-    "load": LoadMicroBatch, "forward": ForwardPass, "backward": BackwardPass, "send_output": SendActivation,
-    "receive_input": RecvActivation, "send_gradient": SendGrad, "receive_gradient": RecvGrad,
-}  # fmt: skip
-"""The instruction of each kind of event; `load` comes before a forward of the first and the last stage."""
+    "load": LoadMicroBatch,
+    "forward": ForwardPass,
+    "backward": BackwardPass,
+    "send_output": SendActivation,
+    "receive_input": RecvActivation,
+    "send_gradient": SendGrad,
+    "receive_gradient": RecvGrad,
+}
+"""The instruction of each kind of event; `load` comes before a forward of the first and
+the last stage.
+"""
 
 
 class PipeSchedule(ABC):
@@ -140,9 +149,15 @@ class PipeSchedule(ABC):
         return micro_batch_id % self.num_pipe_buffers()
 
     def _ticks(
-        self, order: PipeOrder, at: Callable[[PipeEvent], int], buffer: Callable[[int], int], kinds: tuple[str, ...]
+        self,
+        order: PipeOrder,
+        at: Callable[[PipeEvent], int],
+        buffer: Callable[[int], int],
+        kinds: tuple[str, ...],
     ) -> list[list[PipeInstruction]]:
-        """The instructions of this stage in an order by tick, each tick's in the order of `kinds`."""
+        """The instructions of this stage in an order by tick, each tick's in the order
+        of `kinds`.
+        """
         num_ticks = (2 if order.has_backward else 1) * (self.micro_batches + self.stages - 1)
         ticks: list[list[tuple[str, int]]] = [[] for _ in range(num_ticks)]
         for event in order.events[self.stage_id]:
@@ -150,7 +165,8 @@ class PipeSchedule(ABC):
             if event.kind == "forward" and (self.is_first_stage or self.is_last_stage):
                 ticks[at(event)].append(("load", event.micro_batch))
         return [
-            [_MADE[kind](buffer(i)) for kind, i in sorted(now, key=lambda one: kinds.index(one[0]))] for now in ticks
+            [_MADE[kind](buffer(i)) for kind, i in sorted(now, key=lambda one: kinds.index(one[0]))]
+            for now in ticks
         ]
 
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
@@ -180,13 +196,23 @@ class TrainSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions of 2(m + p - 1) ticks."""
-        kinds = ("send_gradient", "receive_gradient", "receive_input", "send_output", "load", "forward", "backward")
+        kinds = (
+            "send_gradient",
+            "receive_gradient",
+            "receive_input",
+            "send_output",
+            "load",
+            "forward",
+            "backward",
+        )
 
         def at(event: PipeEvent) -> int:
             is_forward = event.kind in ("forward", "receive_input", "send_output")
             return tick((F if is_forward else B)(event.micro_batch, self.stage_id), self.stages)
 
-        *ticks, last = self._ticks(one_f_one_b(self.stages, self.micro_batches), at, self._buffer_idx, kinds)
+        *ticks, last = self._ticks(
+            one_f_one_b(self.stages, self.micro_batches), at, self._buffer_idx, kinds
+        )
         yield from ticks
         yield [*last, ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
 
@@ -205,7 +231,9 @@ class InferenceSchedule(PipeSchedule):
         return 2
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions of m + p - 1 ticks; neighbours send and receive in opposite order."""
+        """The instructions of m + p - 1 ticks; neighbours send and receive in opposite
+        order.
+        """
         is_even = self.stage_id % 2 == 0
         messages = ("send_output", "receive_input") if is_even else ("receive_input", "send_output")
         yield from self._ticks(

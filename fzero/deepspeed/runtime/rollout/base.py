@@ -1,4 +1,6 @@
-"""What goes into a rollout engine and what comes out. Shape letters: B prompts, N answers, P tokens of a prompt, T of all."""
+"""What goes into a rollout engine and what comes out. Shape letters: B prompts, N
+answers, P tokens of a prompt, T of all.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class RolloutConfig:
 
 @dataclass
 class SamplingConfig:
-    """How tokens are drawn: a temperature of 0 takes the likeliest, `top_k` -1 takes all."""
+    """How tokens are drawn: a temperature of 0 takes the likeliest, `top_k` -1 takes
+    all.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -40,7 +44,13 @@ class RolloutRequest:
     prompt_attention_mask: Tensor
 
     def __post_init__(self) -> None:
-        _check("RolloutRequest", "prompt_ids", self.prompt_ids, "prompt_attention_mask", self.prompt_attention_mask)
+        _check(
+            "RolloutRequest",
+            "prompt_ids",
+            self.prompt_ids,
+            "prompt_attention_mask",
+            self.prompt_attention_mask,
+        )
 
 
 @dataclass
@@ -95,6 +105,6 @@ class RolloutEngine(ABC):
 def _check(of: str, name: str, ids: Tensor, mask_name: str, mask: Tensor) -> None:
     if ids.dim() != 2 or mask.shape != ids.shape:
         raise ValueError(
-            f"{of}.{name}: must have two dimensions, and {mask_name} the same shape, got {tuple(ids.shape)} and "
-            f"{tuple(mask.shape)}; pad the rows to one length"
+            f"{of}.{name}: must have two dimensions, and {mask_name} the same shape, got "
+            f"{tuple(ids.shape)} and {tuple(mask.shape)}; pad the rows to one length"
         )

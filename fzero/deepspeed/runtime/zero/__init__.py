@@ -1,4 +1,6 @@
-"""`deepspeed.runtime.zero`: parameters that are sharded, and DeepSpeed's estimates of memory."""
+"""`deepspeed.runtime.zero`: parameters that are sharded, and DeepSpeed's estimates of
+memory.
+"""
 
 from __future__ import annotations
 

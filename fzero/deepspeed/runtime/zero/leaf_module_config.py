@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fzero.config.deepspeed_models import LEAF_CLASSES as DEFAULT_LEAF_MODULE_CLASSES, DeepSpeedZeroLeafModuleConfig
+from fzero.config.deepspeed_models import (
+    LEAF_CLASSES as DEFAULT_LEAF_MODULE_CLASSES,
+    DeepSpeedZeroLeafModuleConfig,
+)
 
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []

@@ -1,4 +1,6 @@
-"""`deepspeed.runtime.zero.offload_config`: the blocks of offload, and names of places and of state, for `offload_states`."""
+"""`deepspeed.runtime.zero.offload_config`: the blocks of offload, and names of places
+and of state, for `offload_states`.
+"""
 
 from __future__ import annotations
 

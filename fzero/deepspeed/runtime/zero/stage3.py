@@ -1,4 +1,6 @@
-"""DeepSpeed's rule of thumb for the bytes of model states in stage 3. `print(engine.train_step.plan)` prints the exact ones."""
+"""DeepSpeed's rule of thumb for the bytes of model states in stage 3.
+`print(engine.train_step.plan)` prints the exact ones.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from fzero.deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Inside, all parameters are full, and the model runs by itself, any number of times per rank. Yields the model.
+    """Inside, all parameters are full, and the model runs by itself, any number of
+    times per rank. Yields the model.
 
     *Collective:* every rank, to enter and to leave.
     """

@@ -7,7 +7,12 @@ import torch
 from fzero.config.fields import ConfigError as ZeRORuntimeException
 from fzero.deepspeed.runtime.zero.partition_parameters import is_zero_param
 
-ZERO_SUPPORTED_OPTIMIZERS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD]
+ZERO_SUPPORTED_OPTIMIZERS = [
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.SGD,
+]
 
 
 def is_zero_supported_optimizer(optimizer: object) -> bool:
@@ -15,4 +20,9 @@ def is_zero_supported_optimizer(optimizer: object) -> bool:
     return isinstance(optimizer, torch.optim.Optimizer)
 
 
-__all__ = ["ZERO_SUPPORTED_OPTIMIZERS", "ZeRORuntimeException", "is_zero_param", "is_zero_supported_optimizer"]
+__all__ = [
+    "ZERO_SUPPORTED_OPTIMIZERS",
+    "ZeRORuntimeException",
+    "is_zero_param",
+    "is_zero_supported_optimizer",
+]

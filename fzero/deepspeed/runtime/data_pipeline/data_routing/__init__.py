@@ -1,1 +1,3 @@
-"""`deepspeed.runtime.data_pipeline.data_routing`: which tokens pass through which layers."""
+"""`deepspeed.runtime.data_pipeline.data_routing`: which tokens pass through which
+layers.
+"""

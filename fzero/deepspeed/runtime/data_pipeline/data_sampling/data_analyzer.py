@@ -1,4 +1,6 @@
-"""`deepspeed.runtime.data_pipeline.data_sampling.data_analyzer`: metrics of a dataset, as DeepSpeed's files."""
+"""`deepspeed.runtime.data_pipeline.data_sampling.data_analyzer`: metrics of a dataset,
+as DeepSpeed's files.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,26 @@ MetricType = Literal["single_value_per_sample", "accumulate_value_over_samples"]
 
 
 class DataAnalyzer:
-    """Measures a dataset with `num_workers` jobs (`run_map`), and joins their files (`run_reduce`).
+    """Measures a dataset with `num_workers` jobs (`run_map`), and joins their files
+    (`run_reduce`).
 
     Args:
         dataset: with a length and indices.
-        num_workers, worker_id: jobs that divide the dataset, each of which calls `run_map`, and the number of this one.
+        num_workers, worker_id: jobs that divide the dataset, each of which calls
+            `run_map`, and the number of this one.
         num_threads: processes of a job.
         num_threads_reduce: has no effect: one job sorts.
         specific_threads: must be empty.
         batch_size, collate_fn: of the batches that metrics are computed of.
-        metric_names, metric_functions, metric_types, metric_dtypes: of each metric. A function takes a batch; it gives one whole
-            number per sample, or a vector that is added up. The dtypes have no effect: files have the smallest one that fits.
+        metric_names, metric_functions, metric_types, metric_dtypes: of each metric. A
+            function takes a batch; it gives one whole number per sample, or a vector
+            that is added up. The dtypes have no effect: files have the smallest one
+            that fits.
         save_path: the folder of the files, which all jobs see.
-        custom_map_init, custom_map_update, custom_map_finalize, custom_reduce: must be None.
-        sample_indices: the numbers of the samples, where the dataset's order is another; a batch with a field `index` has them
-            itself.
+        custom_map_init, custom_map_update, custom_map_finalize, custom_reduce: must be
+            None.
+        sample_indices: the numbers of the samples, where the dataset's order is
+            another; a batch with a field `index` has them itself.
     """
 
     comm_group: Any = None
@@ -63,47 +70,87 @@ class DataAnalyzer:
         custom_reduce: Any = None,
         sample_indices: Sequence[int] | None = None,
     ) -> None:
-        if specific_threads or custom_map_init or custom_map_update or custom_map_finalize or custom_reduce:
+        if (
+            specific_threads
+            or custom_map_init
+            or custom_map_update
+            or custom_map_finalize
+            or custom_reduce
+        ):
             raise ConfigError(
-                "DataAnalyzer: specific_threads and custom functions must be left out, which here have no files to work on; give "
-                "metric_functions, or use fzero.data.measure"
+                "DataAnalyzer: specific_threads and custom functions must be left out, which here "
+                "have no files to work on; give metric_functions, or use fzero.data.measure"
             )
-        given = {"metric_names": metric_names, "metric_functions": metric_functions, "metric_types": metric_types}
+        given = {
+            "metric_names": metric_names,
+            "metric_functions": metric_functions,
+            "metric_types": metric_types,
+        }
         if len({*map(len, given.values())}) > 1:
             counts = ", ".join(f"{name} {len(x)}" for name, x in given.items())
-            raise ConfigError(f"DataAnalyzer: must have a name, a function and a type for each metric, got {counts}")
+            raise ConfigError(
+                f"DataAnalyzer: must have a name, a function and a type for each metric, got "
+                f"{counts}"
+            )
         if worker_id not in range(num_workers):
             raise ConfigError(
-                f"DataAnalyzer: worker_id must be of 0 … {num_workers - 1}, got {worker_id}; pass num_workers, too"
+                f"DataAnalyzer: worker_id must be of 0 … {num_workers - 1}, got {worker_id}; pass "
+                f"num_workers, too"
             )
         if not len(dataset):  # type: ignore[arg-type]
-            raise ConfigError("DataAnalyzer: the dataset must have samples, and is empty; pass another")
+            raise ConfigError(
+                "DataAnalyzer: the dataset must have samples, and is empty; pass another"
+            )
         for kind in metric_types:
             if kind not in ("single_value_per_sample", "accumulate_value_over_samples"):
                 raise ConfigError(
-                    f"DataAnalyzer: metric_types must be 'single_value_per_sample' or 'accumulate_value_over_samples', got "
-                    f"{kind!r}"
+                    f"DataAnalyzer: metric_types must be 'single_value_per_sample' or "
+                    f"'accumulate_value_over_samples', got {kind!r}"
                 )
-        self.dataset, self.num_workers, self.worker_id, self.num_threads = dataset, num_workers, worker_id, num_threads
-        self.batch_size, self.collate_fn, self.sample_indices = batch_size, collate_fn, sample_indices
-        self.metric_names, self.metric_functions, self.metric_types = metric_names, metric_functions, metric_types
+        self.dataset, self.num_workers, self.worker_id, self.num_threads = (
+            dataset,
+            num_workers,
+            worker_id,
+            num_threads,
+        )
+        self.batch_size, self.collate_fn, self.sample_indices = (
+            batch_size,
+            collate_fn,
+            sample_indices,
+        )
+        self.metric_names, self.metric_functions, self.metric_types = (
+            metric_names,
+            metric_functions,
+            metric_types,
+        )
         self.save_path = Path(save_path)
 
     def run_map(self) -> None:
         """Measures this job's part of the dataset, and writes what it found."""
         num: int = len(self.dataset)  # type: ignore[arg-type]
-        own = range(num * self.worker_id // self.num_workers, num * (self.worker_id + 1) // self.num_workers)
+        own = range(
+            num * self.worker_id // self.num_workers, num * (self.worker_id + 1) // self.num_workers
+        )
         found: list[list[NDArray[Any]]] = [[] for _ in self.metric_names]
         places: list[NDArray[Any]] = []
         stream = measure(
-            self.dataset, [_index_of, *self.metric_functions], indices=own, batch_size=self.batch_size,
-            workers=self.num_threads if self.num_threads > 1 else 0, collate_fn=self.collate_fn, progress=self._shows(),
-        )  # fmt: skip
+            self.dataset,
+            [_index_of, *self.metric_functions],
+            indices=own,
+            batch_size=self.batch_size,
+            workers=self.num_threads if self.num_threads > 1 else 0,
+            collate_fn=self.collate_fn,
+            progress=self._shows(),
+        )
         done = own.start
         for size, (indices, *values) in stream:
-            places.append(self._places(done, size) if indices is None else checked("index", indices, size))
+            places.append(
+                self._places(done, size) if indices is None else checked("index", indices, size)
+            )
             done += size
-            for into, name, kind, x in zip(found, self.metric_names, self.metric_types, values, strict=True):
+            for into, name, kind, x in zip(
+                found, self.metric_names, self.metric_types, values, strict=True
+            ):
                 if kind == "single_value_per_sample":
                     into.append(checked(name, x, size))
                 elif x is not None:
@@ -123,7 +170,9 @@ class DataAnalyzer:
             if kind == "accumulate_value_over_samples":
                 total = np.sum([x for x in values if len(x)], axis=0)
                 dtype = fitting_dtype(int(total.min()), int(total.max()))
-                write_rows(self.save_path / name / f"{name}_metric_value", total, [len(total)], dtype)
+                write_rows(
+                    self.save_path / name / f"{name}_metric_value", total, [len(total)], dtype
+                )
                 continue
             in_order, samples = (
                 np.concatenate(values),
@@ -131,7 +180,8 @@ class DataAnalyzer:
             )
             if len(in_order) != len(self.dataset):  # type: ignore[arg-type]
                 raise ConfigError(
-                    f"DataAnalyzer: the jobs must have measured all {len(self.dataset)} samples, and found {len(in_order)} for "  # type: ignore[arg-type]
+                    f"DataAnalyzer: the jobs must have measured all {len(self.dataset)} "
+                    f"samples, and found {len(in_order)} for "  # type: ignore[arg-type]
                     f"{name!r}; let each of the {self.num_workers} workers call run_map"
                 )
             write_metric(self.save_path, name, _metric(in_order, samples), in_order=in_order)
@@ -139,7 +189,8 @@ class DataAnalyzer:
     def run_map_reduce(self, comm_group: Any = None) -> None:
         """Both, with a barrier before and after the second, which worker 0 does.
 
-        *Collective:* every rank of `comm_group`, a process group; by default that of a `DistributedDataAnalyzer`, or all.
+        *Collective:* every rank of `comm_group`, a process group; by default that of a
+        `DistributedDataAnalyzer`, or all.
         """
         group = self.comm_group if comm_group is None else comm_group
         self.run_map()
@@ -150,7 +201,11 @@ class DataAnalyzer:
 
     def _places(self, start: int, size: int) -> NDArray[np.int64]:
         places = range(start, start + size)
-        return np.array(places if self.sample_indices is None else [self.sample_indices[place] for place in places])
+        return np.array(
+            places
+            if self.sample_indices is None
+            else [self.sample_indices[place] for place in places]
+        )
 
     def _part(self, name: str, worker: int) -> Path:
         return self.save_path / name / f"worker{worker}" / name
@@ -166,11 +221,13 @@ class DataAnalyzer:
 
 
 class DistributedDataAnalyzer(DataAnalyzer):
-    """The analyzer as one job of all ranks: each measures its part, and rank 0 joins their files.
+    """The analyzer as one job of all ranks: each measures its part, and rank 0 joins
+    their files.
 
     Args:
         device: has no effect: metrics are computed where their functions do it.
-        comm_group: a process group, whose ranks are the workers; in place of `num_workers` and `worker_id`.
+        comm_group: a process group, whose ranks are the workers; in place of
+            `num_workers` and `worker_id`.
     """
 
     def __init__(
@@ -192,15 +249,25 @@ class DistributedDataAnalyzer(DataAnalyzer):
         if comm_group is not None:
             num_workers, worker_id = comm_group.size(), comm_group.rank()
         super().__init__(
-            dataset, num_workers, worker_id, num_threads, batch_size=batch_size, metric_names=metric_names,
-            metric_functions=metric_functions, metric_types=metric_types, save_path=save_path, collate_fn=collate_fn,
+            dataset,
+            num_workers,
+            worker_id,
+            num_threads,
+            batch_size=batch_size,
+            metric_names=metric_names,
+            metric_functions=metric_functions,
+            metric_types=metric_types,
+            save_path=save_path,
+            collate_fn=collate_fn,
             sample_indices=sample_indices,
-        )  # fmt: skip
+        )
         self.comm_group = comm_group
 
 
 def _metric(values: NDArray[Any], samples: NDArray[Any]) -> Metric:
-    """The metric of samples with these numbers; equal values in the order in which they were measured."""
+    """The metric of samples with these numbers; equal values in the order in which they
+    were measured.
+    """
     metric = Metric.of(values)
     return Metric(samples[metric.order], metric.values, metric.stops)
 
@@ -208,5 +275,7 @@ def _metric(values: NDArray[Any], samples: NDArray[Any]) -> Metric:
 def _index_of(batch: Any) -> Any:
     """The numbers of the samples, where a batch has them."""
     return (
-        batch["index"].reshape(len(batch["index"]), -1)[:, 0] if isinstance(batch, dict) and "index" in batch else None
+        batch["index"].reshape(len(batch["index"]), -1)[:, 0]
+        if isinstance(batch, dict) and "index" in batch
+        else None
     )

@@ -1,4 +1,6 @@
-"""`deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset`: the analyzer's files, as datasets of rows."""
+"""`deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset`: the analyzer's
+files, as datasets of rows.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,11 @@ class MMapIndexedDatasetBuilder:
 
     def __init__(self, out_file: str, dtype: Any = np.int64) -> None:
         self._path = out_file.removesuffix(".bin")
-        self._dtype = torch.empty(0, dtype=dtype).numpy().dtype if isinstance(dtype, torch.dtype) else np.dtype(dtype)
+        self._dtype = (
+            torch.empty(0, dtype=dtype).numpy().dtype
+            if isinstance(dtype, torch.dtype)
+            else np.dtype(dtype)
+        )
         self._rows: list[NDArray[Any]] = []
 
     def add_item(self, tensor: torch.Tensor) -> None:
@@ -92,7 +98,8 @@ class MMapIndexedDatasetBuilder:
         """
         if index_file.removesuffix(".idx") != self._path:
             raise ValueError(
-                f"finalize: index_file must be {self._path}.idx, beside its .bin, got {index_file!r}; pass that"
+                f"finalize: index_file must be {self._path}.idx, beside its .bin, got "
+                f"{index_file!r}; pass that"
             )
         values = np.concatenate(self._rows) if self._rows else np.empty(0, self._dtype)
         write_rows(self._path, values, [len(row) for row in self._rows], self._dtype)

@@ -1,4 +1,6 @@
-"""`deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr`: batches by tokens, and rates that follow them."""
+"""`deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr`: batches
+by tokens, and rates that follow them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from fzero.data.index_files import read_rows
 from fzero.data.token_batches import batches_by_tokens, scaled_rate
 from fzero.deepspeed.engine.data_efficiency import efficiency_of
 from fzero.deepspeed.engine.engine import Engine
-from fzero.deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DistributedDataAnalyzer
+from fzero.deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import (
+    DistributedDataAnalyzer,
+)
 from fzero.deepspeed.utils.logging import logger
 
 __all__ = [
@@ -43,23 +47,40 @@ def batch_by_seqlens(
     verbose: bool = False,
     seed: int | None = None,
 ) -> tuple[list[MicroBatch], list[int], list[int]]:
-    """(number of the batch, samples) of each micro-batch, then samples and longest sequence of each batch.
+    """(number of the batch, samples) of each micro-batch, then samples and longest
+    sequence of each batch.
 
     See `fzero.data.batches_by_tokens`; `effective_batch_size` is its `num_parts`.
     """
     batches = batches_by_tokens(
-        seqlens, max_tokens, num_parts=effective_batch_size, min_size=min_batch_size, max_size=max_batch_size,
-        order=sequence_picking_order, same_size=required_microbatches_of_same_size, samples=sequence_ids_per_mb, seed=seed,
-    )  # fmt: skip
+        seqlens,
+        max_tokens,
+        num_parts=effective_batch_size,
+        min_size=min_batch_size,
+        max_size=max_batch_size,
+        order=sequence_picking_order,
+        same_size=required_microbatches_of_same_size,
+        samples=sequence_ids_per_mb,
+        seed=seed,
+    )
     if verbose:
         for number, batch in enumerate(batches):
-            logger.info("batch %d: %d samples in %d micro-batches", number, batch.num_samples, len(batch.parts))
+            logger.info(
+                "batch %d: %d samples in %d micro-batches",
+                number,
+                batch.num_samples,
+                len(batch.parts),
+            )
     parts = [(number, list(part)) for number, batch in enumerate(batches) for part in batch.parts]
     return parts, [batch.num_samples for batch in batches], [batch.longest for batch in batches]
 
 
-def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1, method: str | None = "linear") -> float:
-    """The learning rate of a batch of `batch_size` samples, from that of `base_batch_size`."""
+def scale_lr(
+    base_batch_size: int, batch_size: int, base_lr: float = 1, method: str | None = "linear"
+) -> float:
+    """The learning rate of a batch of `batch_size` samples, from that of
+    `base_batch_size`.
+    """
     return scaled_rate(base_batch_size, batch_size, base_lr, method)
 
 
@@ -76,13 +97,18 @@ def dataloader_for_variable_batch_size(
     required_microbatches_of_same_seqlen: bool = False,
     sample_padding_fn: Callable[[Any, int], Any] | None = None,
 ) -> tuple[DataLoader[Any], dict[str, Any]]:
-    """A loader of `dataloader_batch_size` micro-batches at a time on one rank, and its arguments.
+    """A loader of `dataloader_batch_size` micro-batches at a time on one rank, and its
+    arguments.
 
     Args:
-        sample_padding_fn: `function(sample, length)` pads a sample to the longest of its batch, where that is required.
+        sample_padding_fn: `function(sample, length)` pads a sample to the longest of
+            its batch, where that is required.
     """
     if required_microbatches_of_same_seqlen and sample_padding_fn is None:
-        raise ConfigError("sample_padding_fn: is required where all samples of a batch must have one length; give it")
+        raise ConfigError(
+            "sample_padding_fn: is required where all samples of a batch must have one length; "
+            "give it"
+        )
 
     def collate(parts: list[MicroBatch]) -> Any:
         samples = []
@@ -93,23 +119,36 @@ def dataloader_for_variable_batch_size(
             samples += own
         return dataloader_collate_fn(samples) if dataloader_collate_fn else samples
 
-    # The items are micro-batches, which ranks take in turns; the samples are loaded where a worker collates.
+    # The items are micro-batches, which ranks take in turns; the samples are loaded where a worker
+    # collates.
     sampler: Any = DistributedSampler(
-        microbatch_ids, num_replicas=dataloader_num_replicas, rank=dataloader_rank, shuffle=False  # type: ignore[arg-type]
-    )  # fmt: skip
+        microbatch_ids,
+        num_replicas=dataloader_num_replicas,
+        rank=dataloader_rank,
+        shuffle=False,  # type: ignore[arg-type]
+    )
     loader: DataLoader[Any] = DataLoader(
-        microbatch_ids, batch_size=dataloader_batch_size, sampler=sampler, num_workers=dataloader_num_workers,  # type: ignore[arg-type]
-        collate_fn=collate, pin_memory=dataloader_pin_memory,
-    )  # fmt: skip
+        microbatch_ids,
+        batch_size=dataloader_batch_size,
+        sampler=sampler,
+        num_workers=dataloader_num_workers,  # type: ignore[arg-type]
+        collate_fn=collate,
+        pin_memory=dataloader_pin_memory,
+    )
     given = {
-        "dataset": microbatch_ids, "batch_size": dataloader_batch_size, "pin_memory": dataloader_pin_memory,
-        "data_sampler": sampler, "collate_fn": collate, "num_local_io_workers": dataloader_num_workers,
-    }  # fmt: skip
+        "dataset": microbatch_ids,
+        "batch_size": dataloader_batch_size,
+        "pin_memory": dataloader_pin_memory,
+        "data_sampler": sampler,
+        "collate_fn": collate,
+        "num_local_io_workers": dataloader_num_workers,
+    }
     return loader, given
 
 
 class VariableBatchSizeLR:
-    """Scales the rates of a scheduler, or those of an optimizer, by the samples of the next batch.
+    """Scales the rates of a scheduler, or those of an optimizer, by the samples of the
+    next batch.
 
     Args:
         lr_scheduler: is stepped before the rates are scaled; None for constant rates.
@@ -132,7 +171,11 @@ class VariableBatchSizeLR:
         optimizer: Any = None,
     ) -> None:
         self.base_lr_scheduler, self.optimizer = lr_scheduler, optimizer or lr_scheduler.optimizer
-        self.base_batch_size, self.batch_sizes, self.dataloader = base_batch_size, list(batch_sizes), dataloader
+        self.base_batch_size, self.batch_sizes, self.dataloader = (
+            base_batch_size,
+            list(batch_sizes),
+            dataloader,
+        )
         self.lr_scaling_method, self.verbose, self.last_epoch = lr_scaling_method, verbose, 0
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._scale()
@@ -165,7 +208,11 @@ class VariableBatchSizeLR:
     def state_dict(self) -> dict[str, Any]:
         base = self.base_lr_scheduler
         inner = base.state_dict() if base is not None else None
-        return {"base_lr_scheduler": inner, "base_lrs": self.base_lrs, "last_epoch": self.last_epoch}
+        return {
+            "base_lr_scheduler": inner,
+            "base_lrs": self.base_lrs,
+            "last_epoch": self.last_epoch,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if self.base_lr_scheduler is not None:
@@ -184,8 +231,14 @@ def lr_scheduler_for_variable_batch_size(
 ) -> VariableBatchSizeLR:
     """The scheduler of scaled rates, of a scheduler or of constant rates."""
     is_optimizer = hasattr(lr_scheduler_or_optimizer, "param_groups")
-    scheduler, optimizer = (None, lr_scheduler_or_optimizer) if is_optimizer else (lr_scheduler_or_optimizer, None)
-    how: dict[str, Any] = {"lr_scaling_method": lr_scaling_method, "verbose": verbose, "optimizer": optimizer}
+    scheduler, optimizer = (
+        (None, lr_scheduler_or_optimizer) if is_optimizer else (lr_scheduler_or_optimizer, None)
+    )
+    how: dict[str, Any] = {
+        "lr_scaling_method": lr_scaling_method,
+        "verbose": verbose,
+        "optimizer": optimizer,
+    }
     return VariableBatchSizeLR(scheduler, base_batch_size, batch_sizes, dataloader, **how)
 
 
@@ -212,15 +265,34 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
     verbose: bool = False,
     seed: int | None = None,
 ) -> tuple[DataLoader[Any], VariableBatchSizeLR | None, dict[str, Any]]:
-    """The loader of one rank, the scheduler of scaled rates (None without one to scale), and the loader's arguments."""
+    """The loader of one rank, the scheduler of scaled rates (None without one to
+    scale), and the loader's arguments.
+    """
     parts, sizes, longest = batch_by_seqlens(
-        dataset_seqlens, max_tokens, dataset_filter_ids, min_batch_size, max_batch_size, sequence_picking_order,
-        effective_batch_size, required_microbatches_of_same_size, verbose, seed,
-    )  # fmt: skip
+        dataset_seqlens,
+        max_tokens,
+        dataset_filter_ids,
+        min_batch_size,
+        max_batch_size,
+        sequence_picking_order,
+        effective_batch_size,
+        required_microbatches_of_same_size,
+        verbose,
+        seed,
+    )
     loader, given = dataloader_for_variable_batch_size(
-        dataset, parts, longest, dataloader_rank, dataloader_batch_size, dataloader_num_replicas, dataloader_collate_fn,
-        dataloader_num_workers, dataloader_pin_memory, required_microbatches_of_same_seqlen, sample_padding_fn,
-    )  # fmt: skip
+        dataset,
+        parts,
+        longest,
+        dataloader_rank,
+        dataloader_batch_size,
+        dataloader_num_replicas,
+        dataloader_collate_fn,
+        dataloader_num_workers,
+        dataloader_pin_memory,
+        required_microbatches_of_same_seqlen,
+        sample_padding_fn,
+    )
     if lr_scheduler_or_optimizer is None:
         return loader, None, given
     scheduler = lr_scheduler_for_variable_batch_size(
@@ -238,40 +310,61 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     sample_padding_fn: Callable[[Any, int], Any] | None = None,
     batch_seqlens_fn: Callable[[Any], Any] | None = None,
 ) -> tuple[DataLoader[Any], VariableBatchSizeLR | None, dict[str, Any]]:
-    """The same for an engine, with its block `dynamic_batching`; set `engine.lr_scheduler` to the scheduler.
+    """The same for an engine, with its block `dynamic_batching`; set
+    `engine.lr_scheduler` to the scheduler.
 
-    *Collective* without `dataset_seqlens` where the analyzer's files are missing: every rank.
+    *Collective* without `dataset_seqlens` where the analyzer's files are missing: every
+    rank.
 
     Args:
-        dataset_seqlens: tokens of each sample; None reads the metric `seqlen` in `metrics_path`, or measures it with
-            `batch_seqlens_fn`.
+        dataset_seqlens: tokens of each sample; None reads the metric `seqlen` in
+            `metrics_path`, or measures it with `batch_seqlens_fn`.
     """
     efficiency = efficiency_of(engine.cfg)
     block = efficiency.data_sampling.dynamic_batching
     if not (efficiency.samples and block.enabled) or block.max_tokens is None:
         raise ConfigError(
-            "dynamic_batching: must be enabled, and the blocks data_sampling and data_efficiency around it, got one that is not; "
-            "enable them"
+            "dynamic_batching: must be enabled, and the blocks data_sampling and data_efficiency "
+            "around it, got one that is not; enable them"
         )
     if dataset_seqlens is None:
         path = Path(block.metrics_path) / "seqlen" / "seqlen_sample_to_metric"
         if not path.with_suffix(".idx").exists():
             if batch_seqlens_fn is None:
                 raise ConfigError(
-                    f"batch_seqlens_fn: is required where {path}.idx does not exist; pass it, or the lengths"
+                    f"batch_seqlens_fn: is required where {path}.idx does not exist; pass it, or "
+                    f"the lengths"
                 )
             DistributedDataAnalyzer(
-                dataset, engine.world_size, worker_id=engine.global_rank, batch_size=1024, metric_names=["seqlen"],
-                metric_functions=[batch_seqlens_fn], metric_types=["single_value_per_sample"], save_path=block.metrics_path,
+                dataset,
+                engine.world_size,
+                worker_id=engine.global_rank,
+                batch_size=1024,
+                metric_names=["seqlen"],
+                metric_functions=[batch_seqlens_fn],
+                metric_types=["single_value_per_sample"],
+                save_path=block.metrics_path,
                 collate_fn=dataloader_collate_fn,
-            ).run_map_reduce()  # fmt: skip
+            ).run_map_reduce()
         dataset_seqlens = np.asarray(read_rows(path).values, np.int64).tolist()
     return get_dataloader_and_lr_scheduler_for_variable_batch_size(
-        dataset, dataset_seqlens, block.max_tokens, engine.train_batch_size(), dataset_filter_ids, block.lr_scaling_method,
-        block.min_batch_size, block.max_batch_size, block.sequence_picking_order,
-        dataloader_batch_size=engine.train_micro_batch_size_per_gpu(), dataloader_rank=engine.global_rank,
-        dataloader_num_replicas=engine.world_size, dataloader_num_workers=efficiency.data_sampling.num_workers,
-        dataloader_collate_fn=dataloader_collate_fn, dataloader_pin_memory=efficiency.data_sampling.pin_memory,
-        lr_scheduler_or_optimizer=engine.lr_scheduler or engine.optimizer, sample_padding_fn=sample_padding_fn,
-        verbose=block.verbose, seed=efficiency.seed,
-    )  # fmt: skip
+        dataset,
+        dataset_seqlens,
+        block.max_tokens,
+        engine.train_batch_size(),
+        dataset_filter_ids,
+        block.lr_scaling_method,
+        block.min_batch_size,
+        block.max_batch_size,
+        block.sequence_picking_order,
+        dataloader_batch_size=engine.train_micro_batch_size_per_gpu(),
+        dataloader_rank=engine.global_rank,
+        dataloader_num_replicas=engine.world_size,
+        dataloader_num_workers=efficiency.data_sampling.num_workers,
+        dataloader_collate_fn=dataloader_collate_fn,
+        dataloader_pin_memory=efficiency.data_sampling.pin_memory,
+        lr_scheduler_or_optimizer=engine.lr_scheduler or engine.optimizer,
+        sample_padding_fn=sample_padding_fn,
+        verbose=block.verbose,
+        seed=efficiency.seed,
+    )
