@@ -46,10 +46,10 @@ ACCEPTED = {
     "use_data_before_expert_parallelism": (
         "there is no expert parallelism, and asking for it is an error"
     ),
-    ("data_efficiency.data_sampling.curriculum_learning.data_cluster_path"): (
+    "data_efficiency.data_sampling.curriculum_learning.data_cluster_path": (
         "the sampler is a function, and writes no files"
     ),
-    ("data_efficiency.data_routing.random_ltd.model_type"): (
+    "data_efficiency.data_routing.random_ltd.model_type": (
         "rows and columns of kept tokens are taken from every mask"
     ),
     "aio.thread_count": "DeepSpeed reads intra_op_parallelism instead",
@@ -65,53 +65,53 @@ ACCEPTED = {
     "zero_optimization.allgather_partitions": "updated shards are always all-gathered",
     "zero_optimization.allgather_size": "DeepSpeed reads allgather_bucket_size instead",
     "zero_optimization.overlap_comm": "collectives always run beside the compute",
-    ("zero_optimization.load_from_fp32_weights"): (
+    "zero_optimization.load_from_fp32_weights": (
         "a state keeps its master; a new one is made from the weights given"
     ),
     "zero_optimization.elastic_checkpoint": "the layout does not depend on it",
-    ("zero_optimization.stage3_gather_16bit_weights_on_model_save"): (
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
         "step.gather gives the weights whenever you ask"
     ),
-    ("zero_optimization.stage3_module_granularity_threshold"): (
+    "zero_optimization.stage3_module_granularity_threshold": (
         "units are found by their repetition; name them in units="
     ),
-    ("zero_optimization.stage3_use_all_reduce_for_fetch_params"): (
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": (
         "gathers are made of the fastest sends of the backend"
     ),
     "zero_optimization.stage3_allgather_sequential": "gathers follow step.schedule",
     "zero_optimization.leaf_module": "units are found by their repetition; name them in units=",
-    ("zero_optimization.mics_hierarchical_params_gather"): (
+    "zero_optimization.mics_hierarchical_params_gather": (
         "a rank sends its shard to each rank that needs it, in one go"
     ),
-    ("zero_optimization.memory_efficient_linear"): (
+    "zero_optimization.memory_efficient_linear": (
         "a linear layer saves a reference to its gathered unit, not the weights"
     ),
     "zero_optimization.override_module_apply": "fzero leaves modules as they are",
     "zero_optimization.pipeline_loading_checkpoint": "init takes one unit at a time in any case",
-    ("zero_optimization.log_trace_cache_warnings"): (
+    "zero_optimization.log_trace_cache_warnings": (
         "another order of units is an error that names the unit"
     ),
     "zero_optimization.enable_sanity_checks": "the checks are always on",
-    ("zero_optimization.save_muon_momentum_buffer_in_memory"): (
+    "zero_optimization.save_muon_momentum_buffer_in_memory": (
         "Muon's momentum is part of the state, where that is placed"
     ),
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed ignores it too",
-    ("zero_optimization.offload_optimizer.fast_init"): (
+    "zero_optimization.offload_optimizer.fast_init": (
         "init writes the state sub-group by sub-group in any case"
     ),
-    ("zero_optimization.offload_optimizer.cpuadam_cores_perc"): (
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": (
         "it is for super_offload, whose place the ordinary offload takes"
     ),
     "bf16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
     "bfloat16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
-    ("activation_checkpointing.synchronize_checkpoint_boundary"): (
+    "activation_checkpointing.synchronize_checkpoint_boundary": (
         "nothing has to wait for the device there"
     ),
     "activation_checkpointing.profile": "fzero prints nothing by itself; use torch.profiler",
-    ("activation_checkpointing.number_checkpoints"): (
+    "activation_checkpointing.number_checkpoints": (
         "it sizes contiguous buffers, which do not exist here"
     ),
-    ("compression_training.weight_quantization.shared_parameters.quantizer_kernel"): (
+    "compression_training.weight_quantization.shared_parameters.quantizer_kernel": (
         "PyTorch's operators have the same numbers"
     ),
     (
@@ -189,17 +189,17 @@ HARMLESS = {
         "the step runs in eager mode, with the same numbers; make_train_step(compile=...) compiles"
     ),
     "graph_harvesting": "the step runs in eager mode",
-    ("zero_optimization.stage3_model_persistence_threshold"): (
+    "zero_optimization.stage3_model_persistence_threshold": (
         "only stage3_param_persistence_threshold decides"
     ),
-    ("zero_optimization.offload_optimizer.super_offload"): (
+    "zero_optimization.offload_optimizer.super_offload": (
         "the offload is the ordinary one, with the same numbers"
     ),
     (
         "activation_checkpointing.partition_activations"
     ): "no rank is model-parallel, so that nothing is divided; "
     "cpu_checkpointing keeps the inputs in host memory",
-    ("activation_checkpointing.contiguous_memory_optimization"): (
+    "activation_checkpointing.contiguous_memory_optimization": (
         "it is for partition_activations, which divides nothing here"
     ),
 }

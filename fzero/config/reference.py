@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, get_args
 
 from fzero.config.autotuning import Autotuning
@@ -41,7 +40,7 @@ def reference() -> str:
     ]
     for name, optimizer in OPTIMIZERS.items():
         lines += _section(f"{name}", optimizer.model_fields["params"].annotation, level=3)
-    lines += [TorchOptimizer.__doc__ or "", ""]
+    lines += [" ".join((TorchOptimizer.__doc__ or "").split()), ""]
     lines += [
         "## `scheduler`",
         "",
@@ -50,7 +49,7 @@ def reference() -> str:
     ]
     for name, scheduler in SCHEDULERS.items():
         lines += _section(f"{name}", scheduler.model_fields["params"].annotation, level=3)
-    lines += [TorchScheduler.__doc__ or "", ""]
+    lines += [" ".join((TorchScheduler.__doc__ or "").split()), ""]
     lines += _section("`autotuning`", Autotuning, prefix="autotuning.")
     for title, keys in (("Accepted", ACCEPTED), ("Not honoured yet, with a warning", HARMLESS)):
         lines += [f"## {title}", "", "| key | why |", "| --- | --- |"]
@@ -76,7 +75,7 @@ def _section(title: str, block: Any, *, level: int = 2, prefix: str = "") -> lis
     rows: list[str] = []
     inner: list[str] = []
     for name, field in block.model_fields.items():
-        meaning = re.sub(r"\s+", " ", field.description or "")
+        meaning = " ".join((field.description or "").split())
         block_of_field = block_of(field.annotation)
         if block_of_field is not None and name not in ("optimizer", "scheduler"):
             path = f"{prefix}{name}"
@@ -99,7 +98,7 @@ def _section(title: str, block: Any, *, level: int = 2, prefix: str = "") -> lis
             )
             shown = _spellings(name, field.alias) + (f" ({choices})" if choices else "")
             rows.append(f"| {shown} | {default} | {meaning} |")
-    about = [re.sub(r"\s+", " ", block.__doc__), ""] if prefix else []
+    about = [" ".join(block.__doc__.split()), ""] if prefix else []
     return [*lines, *about, "| key | default | meaning |", "| --- | --- | --- |", *rows, "", *inner]
 
 

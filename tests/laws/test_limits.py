@@ -9,13 +9,10 @@ from collections.abc import Iterator
 
 from test_rooms import MODULES, files, imports, name_of, tree_of
 
-FILE, CLASS, FUNCTION, ATTRIBUTES = 500, 300, 60, 15
+CHARACTERS, STATEMENTS, ATTRIBUTES = 24_000, 50, 15
 
 LARGER = {
     "fzero.deepspeed.engine.engine.Engine": "the attributes that DeepSpeed's engine has",
-    ("fzero.testing.training_machine.TrainingMachine"): (
-        "one hypothesis state machine with all its rules, as hypothesis wants them"
-    ),
 }
 """Names of what is larger, each with its reason."""
 
@@ -39,16 +36,10 @@ def definitions(tree: ast.AST, within: str) -> Iterator[tuple[str, Definition]]:
                 yield from definitions(node, name)
 
 
-def num_lines(node: Definition) -> int:
-    """Without the docstring of a function: that describes every argument, and is read
-    apart from the code.
-    """
-    first = node.body[0]
-    has_docstring = (
-        not isinstance(node, ast.ClassDef) and ast.get_docstring(node, clean=False) is not None
-    )
-    docstring = (first.end_lineno or 0) - first.lineno + 1 if has_docstring else 0
-    return (node.end_lineno or 0) - node.lineno + 1 - docstring
+def num_statements(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Those of a function and of the functions inside it, without its docstring."""
+    has_docstring = ast.get_docstring(node, clean=False) is not None
+    return sum(isinstance(part, ast.stmt) for part in ast.walk(node)) - 1 - has_docstring
 
 
 def num_attributes(node: ast.ClassDef) -> int:
@@ -68,17 +59,23 @@ def num_attributes(node: ast.ClassDef) -> int:
     return len({name for name in assigned if name.lstrip("_") not in arguments})
 
 
+def num_characters(text: str) -> int:
+    """Without the spaces that indent lines, of which a narrow layout has more."""
+    return sum(len(line.lstrip()) + 1 for line in text.splitlines())
+
+
 def larger() -> set[str]:
     found = set()
     for path in files("fzero", "sharding"):
         module = name_of(path)
-        if len(path.read_text().splitlines()) > FILE:
+        if num_characters(path.read_text()) > CHARACTERS:
             found.add(module)
         for name, node in definitions(tree_of(path), module):
-            most = CLASS if isinstance(node, ast.ClassDef) else FUNCTION
-            if num_lines(node) > most or (
-                isinstance(node, ast.ClassDef) and num_attributes(node) > ATTRIBUTES
-            ):
+            if isinstance(node, ast.ClassDef):
+                is_larger = num_attributes(node) > ATTRIBUTES
+            else:
+                is_larger = num_statements(node) > STATEMENTS
+            if is_larger:
                 found.add(name)
     return found
 
