@@ -62,8 +62,11 @@ def measure(
     measured = _Measured(tuple(functions), collate_fn or default_collate)
     done = 0
     loader: DataLoader[Any] = DataLoader(
-        dataset, batch_sampler=batches, num_workers=workers, collate_fn=measured
-    )  # type: ignore[arg-type]
+        dataset,
+        batch_sampler=batches,  # type: ignore[arg-type]
+        num_workers=workers,
+        collate_fn=measured,
+    )
     for num, values in loader:
         done += num
         yield num, values

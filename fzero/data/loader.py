@@ -119,8 +119,10 @@ class CurriculumLoader:
         if self.num_given >= len(self):
             self.num_given = 0
         loader: DataLoader[Any] = DataLoader(
-            self.dataset, batch_sampler=_Numbered(self), **self._how
-        )  # type: ignore[arg-type]
+            self.dataset,
+            batch_sampler=_Numbered(self),
+            **self._how,  # type: ignore[arg-type]
+        )
         for batch in loader:
             state = self.sampler_state()
             self.num_given += 1

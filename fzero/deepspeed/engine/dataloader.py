@@ -91,8 +91,11 @@ class ResumableLoader:
         # so also on resuming.
         own = torch.Generator().manual_seed(sampler.seed + self.epoch)
         loader: DataLoader[Any] = DataLoader(
-            self.dataset, batch_sampler=left, generator=own, **self._how
-        )  # type: ignore[arg-type]
+            self.dataset,
+            batch_sampler=left,
+            generator=own,
+            **self._how,  # type: ignore[arg-type]
+        )
         for batch in loader:
             self.num_given += 1
             yield batch

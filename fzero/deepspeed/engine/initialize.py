@@ -311,9 +311,9 @@ def _loader(
         sampling = cfg.data_efficiency.data_sampling
         return CurriculumLoader(
             data,
-            sampler_of(cfg, len(data)),
+            sampler_of(cfg, len(data)),  # type: ignore[arg-type]
             num_micro=num_micro,
-            num_epochs=sampling.num_epochs,  # type: ignore[arg-type]
+            num_epochs=sampling.num_epochs,
             num_workers=sampling.num_workers,
             pin_memory=sampling.pin_memory and step.device.type == "cuda",
             **how,

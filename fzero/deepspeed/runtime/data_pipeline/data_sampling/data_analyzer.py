@@ -180,8 +180,8 @@ class DataAnalyzer:
             )
             if len(in_order) != len(self.dataset):  # type: ignore[arg-type]
                 raise ConfigError(
-                    f"DataAnalyzer: the jobs must have measured all {len(self.dataset)} "
-                    f"samples, and found {len(in_order)} for "  # type: ignore[arg-type]
+                    f"DataAnalyzer: the jobs must have measured all {len(self.dataset)} "  # type: ignore[arg-type]
+                    f"samples, and found {len(in_order)} for "
                     f"{name!r}; let each of the {self.num_workers} workers call run_map"
                 )
             write_metric(self.save_path, name, _metric(in_order, samples), in_order=in_order)

@@ -122,16 +122,16 @@ def dataloader_for_variable_batch_size(
     # The items are micro-batches, which ranks take in turns; the samples are loaded where a worker
     # collates.
     sampler: Any = DistributedSampler(
-        microbatch_ids,
+        microbatch_ids,  # type: ignore[arg-type]
         num_replicas=dataloader_num_replicas,
         rank=dataloader_rank,
-        shuffle=False,  # type: ignore[arg-type]
+        shuffle=False,
     )
     loader: DataLoader[Any] = DataLoader(
-        microbatch_ids,
+        microbatch_ids,  # type: ignore[arg-type]
         batch_size=dataloader_batch_size,
         sampler=sampler,
-        num_workers=dataloader_num_workers,  # type: ignore[arg-type]
+        num_workers=dataloader_num_workers,
         collate_fn=collate,
         pin_memory=dataloader_pin_memory,
     )
