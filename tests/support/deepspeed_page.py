@@ -55,7 +55,7 @@ def what_is(module: str, name: str) -> str:
     made = found[0].__init__ if isinstance(found[0], type) else found[0]
     if getattr(made, "__annotations__", {}).get("return") in ("NoReturn", NoReturn):
         return "an error"
-    first = (inspect.getdoc(found[0]) or "").partition(chr(10))[0]
+    first = " ".join((inspect.getdoc(found[0]) or "").partition("\n\n")[0].split())
     if callable(found[0]) and NO_EFFECT.search(first):
         return "no effect"
     return "in part" if str(where) in differences() else "same"
