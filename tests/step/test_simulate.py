@@ -741,7 +741,7 @@ REFUSED_AS_A_DIMENSION = {
     "a tensor of this forward": "",
     "a class": "no methods of other classes",
     "a generator": "generator of the model's own",
-    "a kept tensor": "must not keep a tensor from one step to the next",
+    "a kept tensor": "the forward keeps the parameter that 'old' was in an earlier step",
 }
 
 

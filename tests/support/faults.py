@@ -186,16 +186,16 @@ CHOSEN = (
     Fault(RUNTIME, "factor", ".clamp(max=1.0)", "", "small gradients grow to the clipping norm"),
     Fault(
         RUNTIME,
-        "joined",
-        "norms.max() if self.is_inf else norms.square().sum()",
+        "norm_parts",
+        "norms.max() if rules.is_inf else norms.square().sum()",
         "norms[-1].square()",
         "the norm is that of the last buffer",
     ),
     Fault(
         RUNTIME,
         "norm_parts",
-        "stack(part) if num_shards > 1 else part[None]",
-        "part[None]",
+        "return stack(part)",
+        "return part[None]",
         "every rank clips with its own norm",
     ),
     Fault(RUNTIME, "mean_of", "weight * rows_M2.shape[0]", "weight", "the weights of other ranks"),
@@ -331,8 +331,8 @@ CHOSEN = (
     Fault(
         RUNTIME,
         "begin",
-        "not (is_first or self._is_last)",
-        "not is_first",
+        "not (self._gathers or is_first or self._is_last)",
+        "not (self._gathers or is_first)",
         "the last backward reduces nothing",
     ),
     Fault(
@@ -433,9 +433,9 @@ CHOSEN = (
     ),
     Fault(
         RUNTIME,
-        "_version",
-        "return x._version if isinstance(x, Tensor) else 0",
-        "return 0",
+        "of",
+        "home._version == version",
+        "True",
         "the norm of a gradient that was changed meanwhile is the old one",
     ),
     # the captured step
