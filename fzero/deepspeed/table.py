@@ -70,19 +70,21 @@ Modules are relative to fzero.deepspeed; one with a dot before it is of fzero. U
 key "" stand names of submodules."""
 
 MODULES = (
-    *(
-        "accelerator",
-        "checkpoint",
-        "checkpointing",
-        "comm",
-        "dist",
-        "elasticity",
-        "git_version_info",
-        "launcher",
-        "moe",
-        "ops",
-    ),
-    *("pipe", "profiling", "runtime", "utils", "zero"),
+    "accelerator",
+    "checkpoint",
+    "checkpointing",
+    "comm",
+    "dist",
+    "elasticity",
+    "git_version_info",
+    "launcher",
+    "moe",
+    "ops",
+    "pipe",
+    "profiling",
+    "runtime",
+    "utils",
+    "zero",
 )
 """The modules that `import deepspeed` gives at once."""
 
