@@ -272,8 +272,8 @@ def _flex(
             f"{query.device.type!r}, where PyTorch has no backward for it; pass backend='blocks'"
         )
     mask = _block_mask(layout, block, causal, str(query.device))
-    run: Callable[..., Any] = _compiled_flex() if on_cuda else flex_attention
-    attended: Tensor = run(query, key, value, block_mask=mask, scale=scale)
+    run = _compiled_flex() if on_cuda else flex_attention
+    attended: Tensor = run(query, key, value, block_mask=mask, scale=scale)  # type: ignore[operator]
     return attended
 
 

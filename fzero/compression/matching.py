@@ -17,6 +17,7 @@ from fzero.compression.plan import CompressionPlan, Extra, Shrink, is_added
 from fzero.compression.techniques import Mask, PruningKind, Quantize, QuantizeInput, Technique
 from fzero.config.compression import CompressionTraining, Group
 from fzero.config.config import Config, ConfigError, ConfigWarning
+from fzero.model.module_index import ModuleIndex
 
 _BLOCK = "compression_training"
 _PRUNING: tuple[tuple[PruningKind, str, type[nn.Module] | tuple[type[nn.Module], ...]], ...] = (
@@ -74,12 +75,11 @@ class _Search:
     shrinks: list[Shrink] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.modules = dict(self.model.named_modules())
+        index = ModuleIndex.of(self.model)
+        self.modules: Mapping[str, Any] = index.modules
         first = {id(module): name for name, module in self.modules.items()}
         # A module that is registered twice has two names; plans use its first.
-        self.first = {
-            name: first[id(x)] for name, x in self.model.named_modules(remove_duplicate=False)
-        }
+        self.first = {name: first[id(x)] for name, x in index.every.items()}
         owners = {id(param): name for name, param in self.model.named_parameters()}
         every = self.model.named_parameters(remove_duplicate=False)
         self.owner = {name: owners[id(param)] for name, param in every}

@@ -17,7 +17,7 @@ from fzero.estimation.activation_trace import faked
 from fzero.estimation.dry_run import DryRun
 from fzero.estimation.models import PlainGPT
 from fzero.model.binding import bound
-from fzero.model.changes import attributes_kept
+from fzero.model.changes import attributes_kept, modes_kept
 from fzero.plans.plan import Plan
 from sharding.views import torch_dtype
 
@@ -110,9 +110,9 @@ def cache_nbytes(model: nn.Module, cfg: Config | Any, answers: Answers) -> int:
             if precision.autocast
             else nullcontext()
         )
-        mode = [(module, module.training) for module in model.modules()]
         try:
             with (
+                modes_kept(model),
                 attributes_kept(model),
                 bound(model, layout.aliases, params.__getitem__, buffers),
                 torch.no_grad(),
@@ -122,9 +122,6 @@ def cache_nbytes(model: nn.Module, cfg: Config | Any, answers: Answers) -> int:
                 out: Any = model(input_ids=ids, use_cache=True)
         except TypeError as error:
             raise _no_cache(model, str(error)) from error
-        finally:
-            for module, was in mode:
-                module.training = was
         cache = getattr(out, "past_key_values", None)
         if cache is None:
             raise _no_cache(model, "its output has none")

@@ -30,6 +30,7 @@ from fzero.graph.backends import eager_with_views, mend_reductions
 from fzero.graph.capture_errors import no_block
 from fzero.model.binding import fill_flat_weights
 from fzero.model.changes import own_forward, with_own_code
+from fzero.model.module_index import ModuleIndex
 from fzero.model.own_params import as_plain
 from fzero.model.transforms import Call, Changes, TransformedStep, Wrap
 from fzero.plans.units import blocks_of
@@ -83,20 +84,20 @@ class _CompiledBlocks:
         forward_only = _ForwardOnly(block)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if (hooked := _hooked_inside(block)) is not None:
+            index = ModuleIndex.of(block)
+            if (hooked := _hooked_inside(index)) is not None:
                 self._warn(name, hooked)
                 with _own_forward(block, own):
                     return block.forward(*args, **kwargs)
-            params = {key: tensor for key, _, _, tensor in _slots(block, "_parameters")}
-            buffers = {key: tensor for key, _, _, tensor in _slots(block, "_buffers")}
+            params, buffers = _tensors(index, "_parameters"), _tensors(index, "_buffers")
             try:
-                with _unbound(block, own), torch._dynamo.config.patch(recompile_limit=most):
+                with _unbound(block, index, own), torch._dynamo.config.patch(recompile_limit=most):
                     output, replaced = self._run(forward_only, params, buffers, args, kwargs)
             except TorchDynamoException as error:
                 raise no_block(name, error) from error
-            for path, slots, key, _ in list(_slots(block, "_buffers")):
-                if path in replaced:
-                    slots[key] = replaced[path]
+            for slot in index.slots("_buffers", every=True):
+                if slot.name in replaced:
+                    slot.owner[slot.key] = replaced[slot.name]
             return output
 
         return forward
@@ -150,38 +151,31 @@ def _run_block(
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def _hooked_inside(block: nn.Module) -> str | None:
+def _hooked_inside(index: ModuleIndex) -> str | None:
     """The first module inside a block that has hooks; "" where all modules have some;
     None if there are no hooks.
     """
     if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return ""
-    for name, module in block.named_modules():
-        if module is not block:
-            for kind in _HOOKS:
-                if any(hook is not fill_flat_weights for hook in getattr(module, kind).values()):
-                    return str(name)
+    for name, module in index.modules.items():
+        for kind in _HOOKS if name else ():
+            if any(hook is not fill_flat_weights for hook in getattr(module, kind).values()):
+                return name
     return None
 
 
-def _slots(block: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
-    """The parameters or buffers of a module and its submodules, with the dict that
-    holds each: (name, dict, key, tensor).
-    """
-    for prefix, module in block.named_modules(remove_duplicate=False):
-        slots = getattr(module, kind)
-        for key in slots:
-            tensor = slots[key]
-            if tensor is not None:
-                yield f"{prefix}.{key}".removeprefix("."), slots, key, tensor
+def _tensors(index: ModuleIndex, kind: Literal["_parameters", "_buffers"]) -> dict[str, Tensor]:
+    """The present parameters or buffers, under all of their names."""
+    slots = index.slots(kind, every=True)
+    return {slot.name: x for slot in slots if (x := slot.owner[slot.key]) is not None}
 
 
 @contextmanager
-def _unbound(block: nn.Module, own: dict[str, Any]) -> Iterator[None]:
+def _unbound(block: nn.Module, index: ModuleIndex, own: dict[str, Any]) -> Iterator[None]:
     """In the body, a bound module has plain dicts of parameters, which torch.compile
     can trace.
     """
-    bound = [(module, module.__dict__["_parameters"]) for module in block.modules()]
+    bound = [(module, module.__dict__["_parameters"]) for module in index.modules.values()]
     try:
         for module, parameters in bound:
             # A partitioned parameter of the engine (`fzero.deepspeed.engine.param_views`) is

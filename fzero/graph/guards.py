@@ -51,6 +51,7 @@ from fzero.graph.holdings import (
     is_source,
     look_at,
 )  # fmt: skip
+from fzero.model.module_index import ModuleIndex
 
 _BY_IDENTITY = (
     Tensor,
@@ -120,16 +121,18 @@ class Guard:
 
     @classmethod
     @contextmanager
-    def recording(cls, model: nn.Module, functions: Iterable[Callable[..., Any]]) -> Iterator[Self]:
-        """Records which attributes of the model's modules the body reads, and what its
+    def recording(
+        cls, index: ModuleIndex, functions: Iterable[Callable[..., Any]]
+    ) -> Iterator[Self]:
+        """Records which attributes of the modules the body reads, and what its
         forwards and `functions` read.
 
         Inside, every access to an attribute of a module takes a little longer, in all
         threads.
         """
         guard = cls()
-        names = {id(module): f"model.{name}".rstrip(".") for name, module in model.named_modules()}
-        for module in model.modules():
+        names = {id(x): f"model.{name}".rstrip(".") for name, x in index.modules.items()}
+        for module in index.modules.values():
             guard._followed[id(module)] = module
             guard._own.add(id(vars(module)))
             guard._hold(names[id(module)], Structure(module))
@@ -143,7 +146,7 @@ class Guard:
                     guard._follow(vars(value), f"{names[id(module)]}.{key}")
         for function in functions:
             guard._follow_code(function)
-        for kind in {base for module in model.modules() for base in type(module).__mro__}:
+        for kind in {base for module in index.modules.values() for base in type(module).__mro__}:
             forward = vars(kind).get("forward")
             if isinstance(forward, FunctionType) and kind.__module__.partition(".")[0] != "torch":
                 guard._follow_function(forward)

@@ -33,6 +33,7 @@ from fzero.comms.stacked import VmapError
 from fzero.graph.guards import Guard, names_of_code
 from fzero.graph.nodes import aten
 from fzero.model.errors import was_changed
+from fzero.model.module_index import ModuleIndex
 
 LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 """Operators that bring a constant into a trace."""
@@ -85,7 +86,7 @@ def same_contents(guard: Guard) -> Iterator[None]:
         )
 
 
-def check_caches(model: nn.Module, aliases: Mapping[str, str], of_state: Collection[str]) -> None:
+def check_caches(index: ModuleIndex, aliases: Mapping[str, str], of_state: Collection[str]) -> None:
     """Raises ImpureError for a buffer with `persistent=False` that the forward of a
     bound model makes from data.
 
@@ -97,11 +98,11 @@ def check_caches(model: nn.Module, aliases: Mapping[str, str], of_state: Collect
     Raises:
         VmapError: instead of ImpureError under `torch.vmap` outside of a trace.
     """
-    for prefix, module in model.named_modules():
-        for key in module._non_persistent_buffers_set & module._buffers.keys():
-            name, made = f"{prefix}.{key}".removeprefix("."), module._buffers[key]
-            if made is None or aliases.get(name, name) in of_state or not _is_of_data(made):
-                continue
+    for slot in index.slots("_buffers"):
+        name, made = slot.name, slot.owner[slot.key]
+        if not slot.is_cache or made is None or aliases.get(name, name) in of_state:
+            continue
+        if _is_of_data(made):
             text = (
                 f"the forward keeps data in the buffer {name!r}, which would be made anew in each "
                 f"step here; register the buffer when the module is made (it is part of the state "
@@ -127,7 +128,7 @@ def check_class(name: str, own: Tensor) -> None:
         raise VmapError(text) if get_proxy_mode() is None else ImpureError(text)
 
 
-def check_not_kept(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def check_not_kept(index: ModuleIndex, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of all ranks that modules hold in attributes after a forward under
     `torch.vmap`.
 
@@ -139,10 +140,9 @@ def check_not_kept(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, 
             values are not those of one rank.
     """
     found = {
-        f"{prefix}.{key}".removeprefix(".") + (f"[{place!r}]" if place != "" else ""): value
-        for prefix, module in model.named_modules()
-        for key, held in vars(module).items()
-        for place, value in _items_of(held)
+        name + (f"[{place!r}]" if place != "" else ""): value
+        for name, own, key in index.attributes()
+        for place, value in _items_of(own[key])
         if key not in _OF_MODULES
         and isinstance(value, Tensor)
         and is_functorch_wrapped_tensor(value)
@@ -156,15 +156,16 @@ def check_not_kept(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, 
     return found
 
 
-def held_by_modules(model: nn.Module, is_of_params: Callable[[Tensor], bool]) -> dict[str, Tensor]:
+def held_by_modules(
+    index: ModuleIndex, is_of_params: Callable[[Tensor], bool]
+) -> dict[str, Tensor]:
     """The tensors that modules hold in attributes and that lie in the memory of
     parameters, by name.
     """
     return {
-        f"{prefix}.{key}".removeprefix("."): value
-        for prefix, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor) and is_of_params(value)
+        name: own[key]
+        for name, own, key in index.attributes()
+        if isinstance(own[key], Tensor) and is_of_params(own[key])
     }
 
 
@@ -293,17 +294,14 @@ class WritesAndSeeds(TorchFunctionMode):
     has made or seeded itself.
 
     Args:
-        model: its generators may be drawn from: a graph goes on with their numbers.
+        index: the generators of its modules may be drawn from: a graph goes on with
+            their numbers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, index: ModuleIndex) -> None:
         super().__init__()
-        held = [
-            x
-            for module in model.modules()
-            for x in vars(module).values()
-            if isinstance(x, torch.Generator)
-        ]
+        attributes = (own[key] for _, own, key in index.attributes())
+        held = [x for x in attributes if isinstance(x, torch.Generator)]
         with _disable_current_modes():
             self._states = [(x, x.get_state()) for x in held]
 

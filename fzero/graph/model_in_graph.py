@@ -88,9 +88,8 @@ class ModelInGraph:
         # Functions of the model, whose tensors have another class under torch.vmap.
         self._functions: list[FunctionType] = []
         if isinstance(ranks, Stacked):
-            with Guard.recording(
-                spec.model, () if spec.loss_fn is None else (spec.loss_fn,)
-            ) as guard:
+            functions = () if spec.loss_fn is None else (spec.loss_fn,)
+            with Guard.recording(run.binding.index, functions) as guard:
                 self._functions = guard.functions
 
     def loss(self, state: TrainState[Tensor], batch: Any) -> tuple[Tensor, Tensor | None]:
@@ -275,9 +274,10 @@ class ModelInGraph:
         with no_tensor_classes(self._functions), self._bound(tensors, buffers, n, micro):
             loss, weight = self._loss_of(batch)
         check_follows(model, held)
-        self._of_params |= held_by_modules(model, lambda x: memory_of(x) in homes).keys()
+        index = self._run.binding.index
+        self._of_params |= held_by_modules(index, lambda x: memory_of(x) in homes).keys()
         if isinstance(self._ranks, Stacked):
-            self._kept = check_not_kept(model, self._kept)
+            self._kept = check_not_kept(index, self._kept)
         if found := [name for name, x in tensors.items() if x._backward_hooks]:
             raise has_hook(found[0])
         for name, x in chain(tensors.items(), model.named_buffers()):
@@ -306,8 +306,8 @@ class ModelInGraph:
             run.changes.bound(run.spec.model, lambda: self._call(n, micro), self.constants),
         ):
             yield
-            check_no_views(run.spec.model, lambda x: memory_of(x) in homes)
-            check_caches(run.spec.model, run.plan.aliases, buffers)
+            check_no_views(run.binding.index, lambda x: memory_of(x) in homes)
+            check_caches(run.binding.index, run.plan.aliases, buffers)
         for name, buffer in buffers.items():
             if present[name] is not buffer:  # the model has assigned it
                 buffer.copy_(present[name])

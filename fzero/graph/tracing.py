@@ -59,6 +59,7 @@ from fzero.graph.remat import marked
 from fzero.model.changes import attributes_kept
 from fzero.model.errors import late
 from fzero.model.held_tensors import Held
+from fzero.model.module_index import ModuleIndex
 from fzero.model.own_params import HeldStandIn, StandIn, marks_of
 
 _is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
@@ -148,7 +149,7 @@ def trace(
     with ExitStack() as stack:
         stack.enter_context(_ONE_AT_A_TIME)
         stack.enter_context(attributes_kept(model))
-        guard = stack.enter_context(Guard.recording(model, reads))
+        guard = stack.enter_context(Guard.recording(tracing.index, reads))
         stack.enter_context(same_contents(guard))
         stack.enter_context(no_tensor_classes(guard.functions))
         stack.enter_context(
@@ -185,17 +186,13 @@ class _Tracing:
         model: nn.Module,
         held: Collection[int],
     ) -> None:
-        self.function, self.model = function, model
+        self.function, self.model, self.index = function, model, ModuleIndex.of(model)
         self.leaves, self.treespec = optree.tree_flatten(arguments, none_is_leaf=True)
         paths = optree.treespec_paths(self.treespec)
         self.paths = [
             path for path, leaf in zip(paths, self.leaves, strict=True) if isinstance(leaf, Tensor)
         ]
-        own = (
-            Place(vars(module), key, f"{name}.{key}" if name else key)
-            for name, module in model.named_modules()
-            for key in vars(module)
-        )
+        own = (Place(own, key, name) for name, own, key in self.index.attributes())
         tensors = [
             x for x in own if isinstance(x.get(), Tensor) and not isinstance(x.get(), nn.Parameter)
         ]
@@ -217,10 +214,10 @@ class _Tracing:
                 vars(place.get()).update(marks)
             before = [
                 (name, vars(module), dict(vars(module)))
-                for name, module in self.model.named_modules()
+                for name, module in self.index.modules.items()
             ]
             names = {name for name, _ in self.model.named_parameters()}
-            with draws_in_order(), WritesAndSeeds(self.model):
+            with draws_in_order(), WritesAndSeeds(self.index):
                 result = self.function(*self.treespec.unflatten(leaves))
             for name, _ in self.model.named_parameters():
                 if name not in names:

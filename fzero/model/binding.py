@@ -27,6 +27,7 @@ from fzero.common.random_states import random_states, set_random_states
 from fzero.model import own_params
 from fzero.model.errors import ShapeAndDtype, late, replaced, wrong_kind
 from fzero.model.held_tensors import Held
+from fzero.model.module_index import ModuleIndex
 from fzero.model.own_params import (
     Fetch,
     FetchedParameters,
@@ -63,8 +64,7 @@ def bound(
 
 @dataclass(slots=True)
 class _Place:
-    """A module in a model: its full name, its children when it was looked at, and
-    whether it lists parameters by name.
+    """A module in a model: its full name, and whether it lists parameters by name.
 
     Attributes:
         names: the names of its own parameters for `fetch`, by key.
@@ -72,7 +72,6 @@ class _Place:
 
     prefix: str
     module: nn.Module
-    children: dict[str, nn.Module | None]
     lists: bool
     names: dict[str, str] = field(default_factory=dict)
 
@@ -87,39 +86,37 @@ class Binding:
     ) -> None:
         self._model, self._aliases, self._held = model, aliases, held
         self._parents, self._tied = _parents_of_ties(aliases), set(aliases.values())
-        self._found: list[_Place] = []
         # the parameters that were named, by identity, and their keys
         self._known: tuple[list[int], list[str]] = [], []
         self._names_of: dict[int, str] = {}  # keyed by id() of the module's own parameter
+        self._read()
 
     def hold(self, found: Sequence[Held]) -> None:
         """Adds tensors that the model keeps from a forward."""
         self._held = (*self._held, *found)
 
-    def _places(self) -> list[_Place]:
-        if not self._found or any(place.module._modules != place.children for place in self._found):
-            listed, self._known = nn.Module.named_parameters, ([], [])
-            self._found = [
-                _Place(
-                    p,
-                    m,
-                    dict(m._modules),
-                    p in self._parents and type(m).named_parameters is listed,
-                )
-                for p, m in self._model.named_modules()
-            ]
-        return self._found
+    def _read(self) -> None:
+        listed, self._known = nn.Module.named_parameters, ([], [])
+        self._index = ModuleIndex.of(self._model)
+        self._places = [
+            _Place(p, m, p in self._parents and type(m).named_parameters is listed)
+            for p, m in self._index.modules.items()
+        ]
+
+    @property
+    def index(self) -> ModuleIndex:
+        """The modules of the model as they are now."""
+        if not self._index.is_current():
+            self._read()
+        return self._index
 
     @contextmanager
     def to(self, fetch: Fetch, buffers: dict[str, Tensor]) -> Iterator[None]:
         """See `bound`."""
-        places = self._places()
+        index, places = self.index, self._places
         found = [(place, place.module._parameters, place.module._buffers) for place in places]
-        recurrent = [place.module for place in places if isinstance(place.module, nn.RNNBase)]
-        flat_weights = [
-            (module, module._flat_weights, module._flat_weight_refs) for module in recurrent
-        ]
-        hooks = [module.register_forward_pre_hook(fill_flat_weights) for module in recurrent]
+        flat_weights = [(m, m._flat_weights, m._flat_weight_refs) for m in index.recurrent]
+        hooks = [m.register_forward_pre_hook(fill_flat_weights) for m in index.recurrent]
         slots: list[_BufferSlot] = []
         own, marks = self._named([(place, own_parameters) for place, own_parameters, _ in found])
         names_of, fetch = self._names_of, partial(marked, fetch, marks) if marks else fetch
@@ -144,7 +141,7 @@ class Binding:
                     module: Any = place.module
                     if module._parameters.is_changed or len(module._buffers) > len(own_buffers):
                         _check_slots(place, own_buffers)
-                if any(place.module._modules != place.children for place in places):
+                if not index.is_current():
                     _check_places(self._model, places)
                 for slot in slots:
                     slot.check_kind()

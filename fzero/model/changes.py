@@ -58,6 +58,17 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Restores on exit which modules are in training mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Restores the attributes of all modules on exit, including the contents of their
     lists, sets and dicts.

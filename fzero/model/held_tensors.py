@@ -24,6 +24,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from fzero.model.module_index import ModuleIndex
 from fzero.model.own_params import address
 
 
@@ -108,17 +109,11 @@ def _slots(model: nn.Module) -> Iterator[tuple[Tensor, str, bool, bool]]:
     """The tensors that a state holds: tensor, name, whether it is a buffer, and whether
     nothing else refers to it.
     """
-    for prefix, module in model.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        for is_buffer, slots in ((False, module._parameters), (True, module._buffers)):
-            for key in slots:
-                is_alone = _num_references(slots, key) <= _ALONE
-                tensor, is_cache = (
-                    slots[key],
-                    is_buffer and key in module._non_persistent_buffers_set,
-                )
-                if type(tensor) in (Tensor, nn.Parameter) and not is_cache and has_storage(tensor):
-                    yield tensor, dot + key, is_buffer, is_alone  # type: ignore[misc]
+    for slot in ModuleIndex.of(model).slots():
+        is_alone = _num_references(slot.owner, slot.key) <= _ALONE
+        tensor = slot.owner[slot.key]
+        if type(tensor) in (Tensor, nn.Parameter) and not slot.is_cache and has_storage(tensor):
+            yield tensor, slot.name, slot.kind == "_buffers", is_alone
 
 
 def _num_references(slots: Mapping[str, Any], key: str) -> int:

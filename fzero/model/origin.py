@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.model.errors import kind_text
+from fzero.model.module_index import ModuleIndex
 from fzero.model.own_params import StandIn, address, bits_of, shape_and_dtype, state_tensors
 
 Differing = Callable[[Mapping[str, Tensor]], Collection[str]]
@@ -56,11 +57,9 @@ class _Record(NamedTuple):
     difference quickly.
     """
 
-    modules: list[nn.Module]
+    found: ModuleIndex
     parents: list[nn.Module]
     """The modules that have children."""
-    owners: dict[str, nn.Module]
-    """The modules by name."""
     tensors: dict[str, ref[Tensor]]
     gone: list[Any]
     """Filled when a tensor is freed: then its identity may become that of another."""
@@ -77,17 +76,16 @@ class _Record(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, now: Mapping[str, Tensor]) -> Self:
         """The model as it is; `now`: its tensors."""
-        modules, gone = list(model.modules()), list[Any]()
+        found, gone = ModuleIndex.of(model), list[Any]()
         counted = {
             id(x) for x in now.values() if not x.is_inference() and (x.is_meta or address(x) >= 0)
         }
-        values = _values_of(modules)
+        values = _values_of(found.modules.values())
         is_counted, ids = [id(x) in counted for x in values], [*map(id, values)]
-        parents = [module for module in modules if module._modules]
+        parents = [module for module in found.modules.values() if module._modules]
         return cls(
-            modules,
+            found,
             parents,
-            dict(model.named_modules(remove_duplicate=False)),
             {name: ref(x, gone.append) for name, x in now.items()},
             gone,
             _keys_of(parents),
@@ -100,7 +98,7 @@ class _Record(NamedTuple):
         """Whether modules and tensors are the same objects, and the tensors have these
         marks.
         """
-        values = _values_of(self.modules)
+        values = _values_of(self.found.modules.values())
         if self.gone or [*map(id, values)] != self.ids or _keys_of(self.parents) != self.keys:
             return False
         return marks is not None and _marks_of(values, self.is_counted) == marks
@@ -188,7 +186,7 @@ class Origin:
 
     def _remember(self, now: Mapping[str, Tensor]) -> None:
         self._record = record = _Record.of(self._model, now)
-        self._marks = _marks_of(_values_of(record.modules), record.is_counted)
+        self._marks = _marks_of(_values_of(record.found.modules.values()), record.is_counted)
 
     # --- where something differs ------------------------------------------------------------------
 
@@ -278,7 +276,7 @@ class Origin:
     def _is_freed(self, name: str, x: Tensor) -> bool:
         """Whether a module has lost its tensor to `model.to("meta")`."""
         owner = self._model.get_submodule(name.rpartition(".")[0])
-        return x.is_meta and owner is self._record.owners[name.rpartition(".")[0]]
+        return x.is_meta and owner is self._record.found.every[name.rpartition(".")[0]]
 
     def _may_be_written(self, name: str, x: Tensor) -> bool:
         """Whether a tensor's values must be looked at: before the first step, and where

@@ -26,6 +26,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.utils import parametrize
 
 from fzero.model.errors import ShapeAndDtype
+from fzero.model.module_index import ModuleIndex
 from fzero.model.tensor_uses import called, needs_values
 
 if TYPE_CHECKING:
@@ -233,10 +234,9 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     unties tied ones.
     """
     yield from model.named_parameters(remove_duplicate=False)
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}" if prefix else key, buffer
+    for slot in ModuleIndex.of(model).slots("_buffers", every=True):
+        if (buffer := slot.owner[slot.key]) is not None and not slot.is_cache:
+            yield slot.name, buffer
 
 
 def full_values(tensor: Tensor) -> Tensor:

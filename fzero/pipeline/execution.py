@@ -29,6 +29,7 @@ from fzero.comms import collectives
 from fzero.comms.pending import abandon
 from fzero.comms.records import CommRecord, Label
 from fzero.model.binding import random_state
+from fzero.model.changes import modes_kept
 from fzero.pipeline.cut_backward import cut_backward
 from fzero.pipeline.layers import StageLayers
 from fzero.pipeline.messages import Expected, Mailbox, Message, Received, Route, tensors_in
@@ -143,21 +144,17 @@ class PipelineProgram:
         """Runs forwards alone, in evaluation mode. On the last stage the result has the
         outputs and the losses of this rank.
         """
-        modes = [(module, module.training) for module in self.model.modules()]
-        try:
-            with (
-                self._sending(),
-                torch.no_grad(),
-                random_state(state.rng, run.device),
-                keyed(run.device) as seeds,
-            ):
-                passes = Passes(self, run, micro_batches, seeds, computes_loss)
-                with inspecting(run, state, "evaluate"):
-                    self.model.eval()
-                    self._execute(passes, run, self.evaluation(len(micro_batches)))
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with (
+            modes_kept(self.model),
+            self._sending(),
+            torch.no_grad(),
+            random_state(state.rng, run.device),
+            keyed(run.device) as seeds,
+        ):
+            passes = Passes(self, run, micro_batches, seeds, computes_loss)
+            with inspecting(run, state, "evaluate"):
+                self.model.eval()
+                self._execute(passes, run, self.evaluation(len(micro_batches)))
         return passes
 
     def following(self, run: StepRuntime) -> PipelineProgram:

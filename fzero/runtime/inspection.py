@@ -17,6 +17,7 @@ from fzero.comms import collectives
 from fzero.comms.hangs.failures import meet
 from fzero.comms.records import Label
 from fzero.model.binding import random_state
+from fzero.model.changes import modes_kept
 from fzero.runtime import outcome
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import check_passes, check_rows, loss_row, mean_of
@@ -109,13 +110,8 @@ def evaluated(
     again.
     """
     meet("TrainStep.evaluate", run.mesh.world)
-    modes = [(module, module.training) for module in run.spec.model.modules()]
-    try:
-        with torch.no_grad(), random_state(state.rng, run.device):
-            loss, weight = compute()
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with modes_kept(run.spec.model), torch.no_grad(), random_state(state.rng, run.device):
+        loss, weight = compute()
     row = loss_row(loss, weight, run.learned.num_passes)
     stats_W3 = collectives.stack(row, run.mesh.world, label=Label("loss_stats", phase="boundary"))
     check_passes(stats_W3[:, 2])

@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
 from fzero.comms.records import Label
 from fzero.model.errors import not_a_view
+from fzero.model.module_index import ModuleIndex
 from fzero.model.tensor_checks import check_unchanged
 from fzero.runtime.finish import mean_in_rank_order
 from fzero.state import TrainState
@@ -34,18 +35,13 @@ def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]
     }
 
 
-def check_no_views(model: nn.Module, holds: Callable[[Tensor], bool]) -> None:
+def check_no_views(index: ModuleIndex, holds: Callable[[Tensor], bool]) -> None:
     """Raises ValueError if a persistent buffer of a bound model is in the memory of a
     parameter (`holds` decides).
     """
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if (
-                buffer is not None
-                and key not in module._non_persistent_buffers_set
-                and holds(buffer)
-            ):
-                raise not_a_view(f"{prefix}.{key}" if prefix else key)
+    for slot in index.slots("_buffers"):
+        if (buffer := slot.owner[slot.key]) is not None and not slot.is_cache and holds(buffer):
+            raise not_a_view(slot.name)
 
 
 def agree(

@@ -224,7 +224,7 @@ def forward(
         ):
             result = function()
             if compares:
-                check_no_views(run.spec.model, window.work.gathers.holds)
+                check_no_views(run.binding.index, window.work.gathers.holds)
                 learned.leaves = window.work.given.leaves
     except BaseException:
         learned.num_passes += not is_counted

@@ -32,6 +32,7 @@ from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.fields import compared
 from fzero.model.held_tensors import Held, find_held
+from fzero.model.module_index import ModuleIndex
 from fzero.model.tensor_checks import check_tensors
 from fzero.model.transforms import AllChanges, ModelTransform, changes_of
 from fzero.plans.param_groups import UserTransform
@@ -181,13 +182,10 @@ class StepSpec(PlanSpec):
             for b in unit.buffers
             for name in b.layout.names
         }
-        for name, module in self.model.named_modules():
+        for name, module in ModuleIndex.of(self.model).modules.items():
             if _is_compiled(module):
-                own = (
-                    f"{name}.{key}".removeprefix(".")
-                    for key, _ in module.named_parameters(remove_duplicate=False)
-                )
-                homes = (units.get(the_plan.aliases.get(key, key)) for key in own)
+                own = module.named_parameters(prefix=name, remove_duplicate=False)
+                homes = (units.get(the_plan.aliases.get(key, key)) for key, _ in own)
                 spanned = {unit.name: None for unit in homes if unit is not None}
                 if len(spanned) > 1:
                     subject = repr(name) if name else "the model"
@@ -282,10 +280,9 @@ class StepSpec(PlanSpec):
         evaluation mode changes its buffers only later.
         """
         return {
-            f"{name}.{buffer}".removeprefix(".")
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.modules.batchnorm._NormBase)
-            for buffer, _ in module.named_buffers(recurse=False)
+            slot.name
+            for slot in ModuleIndex.of(self.model).slots("_buffers")
+            if isinstance(slot.module, nn.modules.batchnorm._NormBase)
         }
 
     @cached_property

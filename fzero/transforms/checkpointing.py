@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
+from fzero.model.module_index import ModuleIndex, Slot
 from fzero.model.transforms import Call, Changes, Choice, TransformedStep, Wrap
 from fzero.plans.units import blocks_of
 
@@ -166,29 +167,12 @@ class Checkpointing:
         )
 
 
-class _Slot(NamedTuple):
-    """A module's entry for one of its buffers, and the buffer's full name."""
-
-    module: nn.Module
-    key: str
-    name: str
-
-    @property
-    def buffers(self) -> dict[str, Any]:
-        """The module's present mapping of buffers. (Binding the module again for the
-        backward replaces the mapping.)
-        """
-        return self.module._buffers
-
-
-def slots_of(module: nn.Module, name: str, aliases: Mapping[str, str]) -> list[_Slot]:
+def slots_of(module: nn.Module, name: str, aliases: Mapping[str, str]) -> list[Slot]:
     """The buffers of a module and of those in it. `name` is the module's own."""
     return [
-        _Slot(part, key, aliases.get(full, full))
-        for prefix, part in module.named_modules(prefix=name)
-        for key, own in part._buffers.items()
-        if own is not None
-        for full in [f"{prefix}.{key}".removeprefix(".")]
+        slot._replace(name=aliases.get(slot.name, slot.name))
+        for slot in ModuleIndex.of(module, name).slots("_buffers")
+        if slot.owner[slot.key] is not None
     ]
 
 
@@ -197,7 +181,7 @@ class Site(NamedTuple):
 
     name: str
     forward: Callable[..., Any]
-    slots: list[_Slot]
+    slots: list[Slot]
     moving: frozenset[str] | None
     moves: Moves | None
     recomputing: Callable[[], AbstractContextManager[None]]
@@ -302,13 +286,13 @@ class _Found(NamedTuple):
     otherwise the buffer itself and its version.
     """
 
-    slot: _Slot
+    slot: Slot
     value: Tensor
     version: int | None
 
     @classmethod
-    def of(cls, slot: _Slot, moving: frozenset[str] | None) -> _Found:
-        value = slot.buffers[slot.key]
+    def of(cls, slot: Slot, moving: frozenset[str] | None) -> _Found:
+        value = slot.owner[slot.key]
         if value is not None and (moving is None or slot.name in moving):
             return cls(slot, value.detach().clone().requires_grad_(value.requires_grad), None)
         return cls(slot, value, None if value is None else value._version)
@@ -331,11 +315,11 @@ def _buffers_as_found(found: Sequence[_Found]) -> Iterator[None]:
     """Inside, the buffers have the values of the first run. Changes are dropped,
     because the first run has made them.
     """
-    now = [slot.buffers[slot.key] for slot, _, _ in found]
+    now = [slot.owner[slot.key] for slot, _, _ in found]
     try:
         for buffer in found:
-            buffer.slot.buffers[buffer.slot.key] = buffer.again()
+            buffer.slot.owner[buffer.slot.key] = buffer.again()
         yield
     finally:
         for buffer, value in zip(found, now, strict=True):
-            buffer.slot.buffers[buffer.slot.key] = value
+            buffer.slot.owner[buffer.slot.key] = value

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fzero.model.module_index import ModuleIndex
 from fzero.model.transforms import added_to
 
 Patterns = str | Sequence[str]
@@ -40,7 +41,7 @@ def weights_of(
         ValueError: a pattern matches no module with a weight of two or more dimensions,
             or only one user of a tied weight.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = ModuleIndex.of(model).every
     owners = {id(param): name for name, param in model.named_parameters()}
     named = [name for name, module in modules.items() if len(shape_of(module)) > 1]
     for pattern in patterns:
