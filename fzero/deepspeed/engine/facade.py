@@ -16,7 +16,6 @@ from fzero.deepspeed.engine.dataloader import ResumableLoader
 from fzero.deepspeed.engine.monitor import MonitorMaster
 from fzero.deepspeed.engine.own_files import TorchCheckpointEngine
 from fzero.deepspeed.engine.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
-from fzero.profiling.writers import Writer
 
 if TYPE_CHECKING:
     from fzero.deepspeed.engine.engine import Engine
@@ -41,15 +40,15 @@ class Tools:
     client_optimizer: Any = None
     """The optimizer that the script gave to `initialize`, or None."""
 
-    def __init__(self, engine: Engine, *, writers: list[Writer], batch_size: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.monitor = MonitorMaster(writers)
+        self.monitor = MonitorMaster(engine.engine_log.writers)
         self.timers = (
             SynchronizedWallClockTimer(engine.log_line)
             if engine.keys.wall_clock_breakdown
             else NoopTimer()
         )
-        self.tput_timer = ThroughputTimer(batch_size=batch_size)
+        self.tput_timer = ThroughputTimer(batch_size=engine.accumulation.samples())
 
     def get_wall_clock_timers(self) -> Any:
         """The timers by name."""

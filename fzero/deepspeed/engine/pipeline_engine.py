@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, NoReturn
@@ -79,18 +79,18 @@ class PipelineEngine(Engine):
         self.live.check()
         self._begin_batch()
         self.live_optimizer.settle()
-        before, step = self.global_steps, self._following()
-        with self._watch.of("update", before):
+        before, step = self.global_steps, self.progress.following()
+        with self.engine_log.watch.of("update", before):
             with self.live_optimizer.stepping():
                 self.state, self.metrics = step(self.state, self._items(data_iter))
                 self.train_step = step
                 overflow = self.metrics.overflow
-                self._has_updated(
+                self.progress.has_updated(
                     overflow=lambda: int(overflow), num_micro_steps=self.micro_batches
                 )
-            self._step_scheduler({})
+            self.progress.step_scheduler({})
         self.micro_steps += self.micro_batches
-        self._report(before)
+        self.engine_log.report(before)
         self.total_loss = self.agg_train_loss = self.metrics.loss
         self._keep_loss(step)
         return self.metrics.loss
@@ -282,14 +282,6 @@ class PipelineEngine(Engine):
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Does nothing: tensors of any dtype are sent as they are."""
-
-    # --- files ------------------------------------------------------------------------------------
-
-    def random_state(self) -> Mapping[str, Tensor]:
-        return self.state.rng  # layers draw keyed numbers, whose root is in the state
-
-    def set_random_state(self) -> None:
-        """Nothing to do."""
 
 
 def prepare(model: nn.Module, engine_keys: EngineKeys, mpu: Any) -> None:
