@@ -56,6 +56,7 @@ from fzero.deepspeed.engine.progress import Progress
 from fzero.deepspeed.engine.settings import DEEPSPEEDS_OWN, Settings
 from fzero.deepspeed.engine.step_log import CommsLog
 from fzero.model.errors import not_trained
+from fzero.pipeline.module import PipelineError
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Outcome
@@ -203,6 +204,7 @@ class Engine(nn.Module):
 
         *Collective* in stage 3: every rank.
         """
+        self._check_is_whole()
         if self.is_gathered:
             return self.module(*inputs, **kwargs)
         if self.module.training:
@@ -223,6 +225,7 @@ class Engine(nn.Module):
             retain_graph: whether another backward of the same graph will follow.
             scale_wrt_gas: False does not divide by `gradient_accumulation_steps()`.
         """
+        self._check_is_whole()
         self._direct.settle()
         parts = self.accumulation.steps if scale_wrt_gas else 1
         self._check_loss("backward", loss)
@@ -251,6 +254,11 @@ class Engine(nn.Module):
         window = self._window_for("scale", loss)
         self._direct.scaled(loss.reshape(()))
         return scaled_loss(self.active_step().runtime, window, loss)
+
+    def _check_is_whole(self) -> None:
+        """Raises in a pipeline: a rank has one stage only, and `train_batch` updates."""
+        if self.train_step.runtime.spec.is_part:
+            raise PipelineError("Only train_batch() is accessible in pipeline mode.")
 
     def _window_for(self, where: str, loss: Tensor) -> AccumulationWindow:
         """The window of a loss. It begins here if the script has only called parts of
@@ -331,6 +339,7 @@ class Engine(nn.Module):
                 (DeepSpeed would go on with NaN); the state is unchanged, and the next
                 accumulation begins.
         """
+        self._check_is_whole()
         self._direct.settle()
         if not self.accumulation.is_syncing:
             raise CallError(
