@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -95,13 +96,25 @@ class Unpacked:
 
 
 def _check_is_in_step(module: nn.Module, args: object) -> None:
-    """Raises where a module would compute with its bytes."""
-    if not is_bound(module) and module._parameters["weight"].dtype == torch.uint8:  # type: ignore[union-attr]
-        raise ValueError(
-            f"packed: a {type(module).__name__} with packed weights must run in a step, which "
-            f"makes numbers of its bytes, and was called outside; call it in step.inspect(state, "
-            f"…), or load fzero.transforms.merged(…) into a plain model"
-        )
+    """Raises where a module would compute with bytes, its own or those of a module in
+    it.
+    """
+    for part in () if is_bound(module) else module.modules():
+        weight = part._parameters.get("weight")
+        if weight is not None and weight.dtype == torch.uint8 and "weight" in added_to(part):
+            raise ValueError(
+                f"packed: a {type(part).__name__} with packed weights must run in a step, which "
+                f"makes numbers of its bytes, and was called outside; call it in "
+                f"step.inspect(state, …), or load fzero.transforms.merged(…) into a plain model"
+            )
+
+
+def _check_calls(model: nn.Module, weight: str) -> None:
+    """Checks the calls of all modules that a weight is in: any may read it."""
+    for name in ("", *accumulate(weight.split(".")[:-1], "{}.{}".format)):
+        module = model.get_submodule(name)
+        if _check_is_in_step not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_check_is_in_step)
 
 
 @dataclass(frozen=True)
@@ -132,7 +145,6 @@ class Packed:
                 for module in modules:
                     module._parameters["weight"] = replaced
                     added_to(module)["weight"] = shape
-                    module.register_forward_pre_hook(_check_is_in_step)
             elif (weight.numel() * 8, modules[0].weight_scale.shape) != (
                 math.prod(shape) * self.bits, groups_of(shape, self.group),
             ):  # fmt: skip
@@ -141,6 +153,10 @@ class Packed:
                     f"group={self.group} after others; build it anew"
                 )
             views[name] = (Unpacked(scale, shape, self.bits),)
+        of_bytes = {id(spec.model.get_parameter(name)) for name in views}
+        for user, param in spec.model.named_parameters(remove_duplicate=False):
+            if id(param) in of_bytes:
+                _check_calls(spec.model, user)
         sizes = {name: Size(math.prod(view.shape), view.scale) for name, (view,) in views.items()}
         added = frozenset(view.scale for (view,) in views.values())
         return Changes(name="packed", text=str(self), views=views, sizes=sizes, added=added)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -368,6 +368,47 @@ def test_packed_modules_say_that_they_need_a_step() -> None:
     torch.testing.assert_close(
         torch.func.functional_call(model, plain.state_dict(), data(0)), found, rtol=1e-6, atol=0
     )
+
+
+class ReadsInside(nn.Module):
+    """Computes with weights of modules that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict(
+            {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.inner["a"], self.inner["b"]
+        x = nn.functional.linear(x, a.weight, a.bias)
+        out: Tensor = self.inner["c"](torch.func.functional_call(a, dict(b.named_parameters()), x))
+        return out
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("compile", [None, "step"])
+def test_packed_weights_are_numbers_where_other_modules_read_them(
+    stage: int, compile: Literal["step"] | None
+) -> None:
+    torch.manual_seed(0)
+    model, x = ReadsInside(), torch.randn(4, 4)
+    step = step_of(
+        model,
+        packed(["inner.a", "inner.b"]),
+        cfg=settings(stage) | {"train_micro_batch_size_per_gpu": 4},
+        loss_fn=mean_square,
+        compile=compile,
+        compile_backend="aot_eager",
+    )
+    for call in (model, torch.compile(model, backend="eager")) if compile else (model,):
+        with pytest.raises(ValueError, match="a Linear with packed weights must run in a step"):
+            call(x)
+    plain, state = ReadsInside(), step.init()
+    plain.load_state_dict(merged(step, step.gather(state)))
+    torch.testing.assert_close(step.evaluate(state, x), mean_square(plain, x), rtol=1e-6, atol=0)
+    _, metrics = step(state, x)
+    torch.testing.assert_close(metrics.loss.float(), mean_square(plain, x), rtol=1e-6, atol=0)
 
 
 def test_bytes_are_never_trained() -> None:
