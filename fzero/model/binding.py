@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
+from operator import attrgetter
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -106,7 +107,7 @@ class Binding:
     @property
     def index(self) -> ModuleIndex:
         """The modules of the model as they are now."""
-        if not self._index.is_current():
+        if not _is_current(self._index):
             self._read()
         return self._index
 
@@ -141,7 +142,7 @@ class Binding:
                     module: Any = place.module
                     if module._parameters.is_changed or len(module._buffers) > len(own_buffers):
                         _check_slots(place, own_buffers)
-                if not index.is_current():
+                if not _is_current(index):
                     _check_places(self._model, places)
                 for slot in slots:
                     slot.check_kind()
@@ -227,6 +228,14 @@ class Binding:
             elif kind := own_params.own_class(param):
                 marks.setdefault(self._names_of[id(param)], {})["__class__"] = kind
         return {id(param): param for param in own}, marks
+
+
+def _is_current(index: ModuleIndex) -> bool:
+    """Whether its modules have the children that they had."""
+    return [*map(_CHILDREN, index.modules.values())] == index.children
+
+
+_CHILDREN = attrgetter("_modules")
 
 
 class _BufferSlot(NamedTuple):

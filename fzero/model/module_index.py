@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Self
 
 from torch import nn
-
-_CHILDREN = attrgetter("_modules")
 
 
 class Slot(NamedTuple):
@@ -64,10 +61,6 @@ class ModuleIndex:
             tuple(x for x in modules.values() if isinstance(x, nn.RNNBase)),
             [dict(module._modules) for module in modules.values()],
         )
-
-    def is_current(self) -> bool:
-        """Whether the modules have the children that they had."""
-        return [*map(_CHILDREN, self.modules.values())] == self.children
 
     def slots(
         self, *kinds: Literal["_parameters", "_buffers"], every: bool = False
