@@ -196,6 +196,7 @@ def test_a_buffer_that_a_script_writes_or_assigns_is_the_one_of_a_plain_loop(how
     _check(how, _table(how, (0, 1, 2, 3)), 1)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("how", HOW)
 def test_so_it_is_on_two_ranks(ranks: RankPool, how: str) -> None:
     _check(how, ranks(2, _table, how, (0, 3))[0], 2)

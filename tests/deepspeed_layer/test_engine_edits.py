@@ -198,6 +198,7 @@ def _assert_alike(found: Found, plain: Found) -> None:
     torch.testing.assert_close(found, plain, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("edit", STATE)
 def test_moments_that_a_script_changes_are_those_of_the_next_update(edit: str, kind: str) -> None:
@@ -216,6 +217,7 @@ def test_so_it_is_on_two_ranks(ranks: RankPool, edit: str) -> None:
         _assert_alike((losses, weights), plain)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("edit", GRADS)
 def test_gradients_that_a_script_changes_in_stage_0_are_those_of_the_update(

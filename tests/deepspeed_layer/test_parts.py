@@ -207,6 +207,7 @@ values outside of a forward.
 """
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("stage", "loss"), PAIRS)
 def test_parts_and_weights_outside_the_forward_train_as_in_the_plain_loop(
     ranks: RankPool, stage: float, loss: str
@@ -225,6 +226,7 @@ def _expected(loss: str, world_size: int, how: str) -> Any:
     return plainly(LOSSES[loss], of=parts)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("stage", "how"),
     [
@@ -243,7 +245,7 @@ def test_they_do_however_the_backward_is_started_and_gradients_are_collected(
             _check(found, _expected(loss, 2, how))
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_they_do_on_any_number_of_ranks(ranks: RankPool, world_size: int) -> None:
     for stage in (0, 1, 2, 3, 3.5):
         for loss in ("_head_beside", "_submodules"):

@@ -295,6 +295,7 @@ def _losses(
         return losses, 0 if step.program is None else len(step.program.compiled.graphs)
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_what_the_model_reads_has_the_eager_step_s_effect(change: str) -> None:
     (eager, _), (compiled, num_graphs) = (

@@ -508,6 +508,7 @@ def test_a_step_sends_along_each_axis_what_the_plan_says(ranks: RankPool, mode: 
                 _check_sent(sent, plan, mode)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "mode"), modes_of("2x3", "3x2", "4x1", "1x4"))
 def test_so_it_does_in_lockstep(name: str, mode: str) -> None:
     mesh = MESHES[name]
