@@ -682,6 +682,7 @@ class Masked(nn.Module):
 ON_HOST = {"activation_checkpointing": {"every": 1, "cpu_checkpointing": True}}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("kind", ["gpt", "bf16 gpt", "masked"])
 def test_inputs_that_wait_in_host_memory_are_planned_as_a_running_step_moves_them(

@@ -103,6 +103,7 @@ class WholeBuffer(HeldBuffer):
         return Model.use(self, x - self.kept[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compile", ["step", "block"])
 @pytest.mark.parametrize("model", [*MODELS, WholeData, WholeBuffer])
 def test_what_code_holds_of_a_tensor_is_that_of_the_state_in_a_graph(
