@@ -191,6 +191,7 @@ def _check(how: str, found: dict[tuple[str, int], Found], world_size: int) -> No
         )
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("how", HOW)
 def test_a_buffer_that_a_script_writes_or_assigns_is_the_one_of_a_plain_loop(how: str) -> None:
     _check(how, _table(how, (0, 1, 2, 3)), 1)

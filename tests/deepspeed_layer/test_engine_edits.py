@@ -209,6 +209,7 @@ def test_moments_that_a_script_changes_are_those_of_the_next_update(edit: str, k
             _assert_alike(_engine(edit, kind, stage, at=at, is_clients=is_clients), plain)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("edit", STATE)
 def test_so_it_is_on_two_ranks(ranks: RankPool, edit: str) -> None:
     plain = _plain(edit, "AdamW", 2, at=(2, 3))

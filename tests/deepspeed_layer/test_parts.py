@@ -534,6 +534,7 @@ def _trains_around(stage: int) -> dict[str, float]:
     return apart
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_parts_train_beside_checkpoints_and_frozen_parts_too(ranks: RankPool, stage: int) -> None:
     for apart in ranks(2, _trains_around, stage):
@@ -581,6 +582,7 @@ def _mixes(stage: int) -> float:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_losses_of_all_kinds_train_in_one_accumulation(ranks: RankPool, stage: int) -> None:
     """The engine has one order for each backward of the same forwards, and leaves it

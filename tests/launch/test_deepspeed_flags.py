@@ -221,10 +221,10 @@ PASSED: dict[tuple[str, ...], bool] = {
 """Flags, and whether ranks then get `--local_rank=N`: in DeepSpeed, and here with
 `--as-deepspeed`.
 """
-FEW = [("script", ()), ("module", ("--bind_cores_to_rank",))]
+FEW = [("module", ("--bind_cores_to_rank",))]
 STARTS = [
     *FEW,
-    ("script", ("--no_local_rank",)),
+    *(("script", words) for words in ((), ("--no_local_rank",))),
     *(("program", words) for words in ((), ("--elastic_training",), [*PASSED][4])),
 ]
 """Each flag in one form, and each form with several flags: a start takes seconds."""
