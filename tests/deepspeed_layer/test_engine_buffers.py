@@ -290,6 +290,7 @@ def _every_dtype(stage: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]
     return seen, dict(state.buffers)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_buffers_of_every_dtype_that_ranks_change_differently_are_averaged_or_rank_0s(

@@ -292,6 +292,7 @@ def _plain_within(world_size: int, *, drops: bool) -> Found:
     return losses, copy.deepcopy(module.state_dict())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("of", ["engine", "optimizer", "module"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_grad_within_an_accumulation_drops_where_deepspeeds_does_and_warns_where_it_differs(

@@ -390,6 +390,7 @@ def test_the_order_in_a_dry_run_is_the_order_that_a_running_step_learns(
     assert order_of(step.plan, parts_of(step.plan, trace, MachineModel())) == step.schedule
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("num_micro_steps", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -135,6 +135,7 @@ def check(found: list[str], operator: str, number: int) -> None:
         assert set(found) <= {operator} and len(found) in (number, 2 * number), found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("quantities", [("optimizer",), ("optimizer", "param")], ids=str)
 def test_an_update_on_the_host_waits_for_the_numbers_that_it_multiplies_by(

@@ -310,6 +310,7 @@ def test_stages_agree_on_every_mesh(
             assert_same(hpz[1], of_stage[3][1])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["hybrid 0", "hybrid 1", "mics 3", "hpz 3"])
 @pytest.mark.parametrize("mesh", [SQUARE, MESHES["3x2"]])
 def test_the_first_overflow_is_found_on_every_mesh(mode: str, mesh: Mesh) -> None:

@@ -205,6 +205,7 @@ def test_exact_buffers_are_those_of_rank_0(dtype: torch.dtype) -> None:
     assert torch.equal(agreed_buffers(rows), rows[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_before", [0, 1])
 @pytest.mark.parametrize("change", STRUCTURE)
 def test_another_structure_of_an_engines_model_is_an_error(change: str, num_before: int) -> None:

@@ -632,6 +632,7 @@ def _host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     yield host
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(
     ("model", "data"), [(Odd, tokens), (Nested, vectors), (Penalised, vectors)]
