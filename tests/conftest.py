@@ -3,7 +3,8 @@
 Tests that try a law on many examples are marked `property`, which hypothesis' own get
 here; the last line says how long they took. Of a test that is marked `covering(t)`,
 `make test` takes so many cases that every combination of `t` parameters' values is
-among them; the others are `long`, of `make test-all`.
+among them; of one that is marked `sample(n)`, `n` of its cases from the first to the
+last. The others are `long`, of `make test-all`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,12 +108,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("property")
-        if item.get_closest_marker("covering"):
+        if item.get_closest_marker("covering") or item.get_closest_marker("sample"):
             of_function[item.nodeid.partition("[")[0]].append(item)
     for cases in of_function.values():
-        (strength,) = cases[0].iter_markers("covering").__next__().args
-        covering = cover([case.callspec.params for case in cases], strength)  # type: ignore[attr-defined]
-        for case, takes_part in zip(cases, covering, strict=True):
+        if marker := cases[0].get_closest_marker("covering"):
+            chosen = cover([case.callspec.params for case in cases], *marker.args)  # type: ignore[attr-defined]
+        elif marker := cases[0].get_closest_marker("sample"):
+            chosen = spread(len(cases), *marker.args)
+        for case, takes_part in zip(cases, chosen, strict=True):
             if not takes_part:
                 case.add_marker("long")
     devices.select(config, items)
@@ -120,18 +124,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 POOLS: list[RankPool] = []
 """One, where a test needs it."""
 
+LATE = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx")
+"""Modules that PyTorch imports when they are first used, in seconds."""
+MANY = 50
+"""Tests; of so many some use them."""
+
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Copies this process for the ranks. Collections of garbage no longer walk through
     what is loaded by now.
     """
-    gc.collect()
-    gc.freeze()
-    if (
+    uses_ranks = (
         devices.where() != "cuda"
         and any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
         and not session.config.option.collectonly
-    ):
+    )
+    if uses_ranks and len(session.items) > MANY:
+        for name in LATE:  # once, where else each rank would import it
+            import_module(name)
+    gc.collect()
+    gc.freeze()
+    if uses_ranks:
         POOLS.append((RankPool if devices.where() == "cpu" else devices.PretendedRanks)("fork"))
 
 
@@ -153,6 +166,17 @@ def cover(cases: Sequence[dict[str, object]], strength: int) -> list[bool]:
         best = max(range(len(cases)), key=lambda index: len(of(cases[index]) & left))
         taken[best], left = True, left - of(cases[best])
     return taken
+
+
+def spread(length: int, number: int) -> list[bool]:
+    """Which of the cases are taken, so that `number` of them lie evenly from the first
+    to the last.
+
+    >>> [index for index, takes_part in enumerate(spread(10, 4)) if takes_part]
+    [0, 3, 6, 9]
+    """
+    taken = {round(part * (length - 1) / max(number - 1, 1)) for part in range(number)}
+    return [index in taken for index in range(length)]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -101,6 +101,7 @@ def made(
     return fzero.make_train_step(make(kind, seed=1), cfg, **options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_from_fsdp2_with_its_numbers(

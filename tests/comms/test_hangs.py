@@ -159,12 +159,12 @@ def test_a_step_pays_less_than_a_microsecond_for_each_collective() -> None:
     watchdog.
     """
     progress, label = Progress(), Label("gather", "x", "forward")
-    began = time.perf_counter()
+    began = time.thread_time()  # what other processes take does not count
     for _ in range(10_000):
         progress.number, progress.label = progress.number + 1, label
         progress.waits[1] = label
         progress.waits.pop(1)
-    assert (time.perf_counter() - began) / 10_000 < 5e-6  # measured 0.5 µs on a busy core
+    assert (time.thread_time() - began) / 10_000 < 5e-6  # measured 0.5 µs on a busy core
 
 
 def test_one_rank_alone_has_no_watchdog() -> None:

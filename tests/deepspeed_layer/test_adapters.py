@@ -90,6 +90,7 @@ def test_frozen_parameters_have_no_gradients_master_or_moments_and_are_divided_i
         )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_an_adapted_model_trains_as_in_the_plain_loop(

@@ -182,7 +182,7 @@ for module in sorted(fzero.deepspeed.names.modules()):
 """
 
 
-@pytest.mark.parametrize("real", ["with", "without"])
+@pytest.mark.parametrize("real", [pytest.param("with", marks=pytest.mark.long), "without"])
 def test_names_are_fzeros_or_raise_when_they_are_used(
     real: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -239,6 +239,7 @@ def in_one_process(path: Path, job: Job) -> tuple[fzero.simulation.LockstepRanks
     return ranks, fzero.deepspeed.import_deepspeed(path, step=ranks).state
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_what_is_imported_is_what_deepspeeds_own_tools_make_of_it(
     deepspeed: DeepSpeed, job: Job, tmp_path: Path

@@ -76,6 +76,7 @@ def _trains(stage: int, script: int, **keys: Any) -> tuple[list[float], dict[str
     return norms, engine.module_state_dict()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("script", range(len(SCRIPTS)), ids=[f.__name__ for f in SCRIPTS])
 @pytest.mark.parametrize("stage", range(4))
 def test_any_order_of_forwards_and_backwards_trains_as_the_plain_loop(
@@ -165,6 +166,7 @@ def _engine_and_step(
 BF16 = {"bf16": {"enabled": True, "auto_cast": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keys", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_the_engine_has_the_bits_of_the_train_step(

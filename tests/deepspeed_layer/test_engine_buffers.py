@@ -191,11 +191,13 @@ def _check(how: str, found: dict[tuple[str, int], Found], world_size: int) -> No
         )
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("how", HOW)
 def test_a_buffer_that_a_script_writes_or_assigns_is_the_one_of_a_plain_loop(how: str) -> None:
     _check(how, _table(how, (0, 1, 2, 3)), 1)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("how", HOW)
 def test_so_it_is_on_two_ranks(ranks: RankPool, how: str) -> None:
     _check(how, ranks(2, _table, how, (0, 3))[0], 2)
@@ -288,6 +290,7 @@ def _every_dtype(stage: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]
     return seen, dict(state.buffers)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_buffers_of_every_dtype_that_ranks_change_differently_are_averaged_or_rank_0s(

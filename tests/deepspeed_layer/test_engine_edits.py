@@ -198,6 +198,7 @@ def _assert_alike(found: Found, plain: Found) -> None:
     torch.testing.assert_close(found, plain, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("edit", STATE)
 def test_moments_that_a_script_changes_are_those_of_the_next_update(edit: str, kind: str) -> None:
@@ -208,6 +209,7 @@ def test_moments_that_a_script_changes_are_those_of_the_next_update(edit: str, k
             _assert_alike(_engine(edit, kind, stage, at=at, is_clients=is_clients), plain)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("edit", STATE)
 def test_so_it_is_on_two_ranks(ranks: RankPool, edit: str) -> None:
     plain = _plain(edit, "AdamW", 2, at=(2, 3))
@@ -216,6 +218,7 @@ def test_so_it_is_on_two_ranks(ranks: RankPool, edit: str) -> None:
         _assert_alike((losses, weights), plain)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("edit", GRADS)
 def test_gradients_that_a_script_changes_in_stage_0_are_those_of_the_update(
@@ -289,6 +292,7 @@ def _plain_within(world_size: int, *, drops: bool) -> Found:
     return losses, copy.deepcopy(module.state_dict())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("of", ["engine", "optimizer", "module"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_grad_within_an_accumulation_drops_where_deepspeeds_does_and_warns_where_it_differs(

@@ -394,6 +394,7 @@ def _as_deepspeed(data: Any, sampler: Any, size: int, drop_last: bool, rank: int
     return loader
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_loader_draws_the_batches_of_deepspeeds(

@@ -90,6 +90,7 @@ def _trained(stage: int, what: str, when: str) -> tuple[list[float], dict[str, T
     return norms, engine.module_state_dict()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("when", ["before", "between", "inside"])
 @pytest.mark.parametrize("what", ALONE)
 @pytest.mark.parametrize("stage", range(3))

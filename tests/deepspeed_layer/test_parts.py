@@ -207,6 +207,7 @@ values outside of a forward.
 """
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("stage", "loss"), PAIRS)
 def test_parts_and_weights_outside_the_forward_train_as_in_the_plain_loop(
     ranks: RankPool, stage: float, loss: str
@@ -225,6 +226,7 @@ def _expected(loss: str, world_size: int, how: str) -> Any:
     return plainly(LOSSES[loss], of=parts)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("stage", "how"),
     [
@@ -243,7 +245,7 @@ def test_they_do_however_the_backward_is_started_and_gradients_are_collected(
             _check(found, _expected(loss, 2, how))
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_they_do_on_any_number_of_ranks(ranks: RankPool, world_size: int) -> None:
     for stage in (0, 1, 2, 3, 3.5):
         for loss in ("_head_beside", "_submodules"):
@@ -532,6 +534,7 @@ def _trains_around(stage: int) -> dict[str, float]:
     return apart
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_parts_train_beside_checkpoints_and_frozen_parts_too(ranks: RankPool, stage: int) -> None:
     for apart in ranks(2, _trains_around, stage):
@@ -579,6 +582,7 @@ def _mixes(stage: int) -> float:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_losses_of_all_kinds_train_in_one_accumulation(ranks: RankPool, stage: int) -> None:
     """The engine has one order for each backward of the same forwards, and leaves it

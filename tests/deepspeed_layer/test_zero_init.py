@@ -259,6 +259,7 @@ def _moved(kind: str, remote: str, folder: str) -> dict[str, Tensor]:
     return _whole(model)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("remote", ["none", "nvme"])
 @pytest.mark.parametrize("kind", MOVES)
 def test_a_divided_model_is_moved_and_cast_like_a_plain_one(

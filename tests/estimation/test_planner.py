@@ -390,6 +390,7 @@ def test_the_order_in_a_dry_run_is_the_order_that_a_running_step_learns(
     assert order_of(step.plan, parts_of(step.plan, trace, MachineModel())) == step.schedule
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("num_micro_steps", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -682,6 +683,7 @@ class Masked(nn.Module):
 ON_HOST = {"activation_checkpointing": {"every": 1, "cpu_checkpointing": True}}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("kind", ["gpt", "bf16 gpt", "masked"])
 def test_inputs_that_wait_in_host_memory_are_planned_as_a_running_step_moves_them(

@@ -110,6 +110,7 @@ def test_tests_run_on_the_pretended_device(tmp_path: Path) -> None:
     assert found["tests"]["passed"] and not found["failed"], done.stdout
 
 
+@pytest.mark.long
 def test_tests_that_have_not_begun_in_time_are_reported(tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     command = [

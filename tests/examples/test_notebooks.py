@@ -39,6 +39,7 @@ def run(source: str, names: dict[str, Any], title: str) -> Any:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_its_values(notebook: Path) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}

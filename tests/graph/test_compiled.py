@@ -964,7 +964,7 @@ def test_inductors_cache_tells_apart_numbers_of_threads() -> None:
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("checkpoint", [None, 1])
+@pytest.mark.parametrize("checkpoint", [pytest.param(None, marks=pytest.mark.long), 1])
 def test_another_run_finds_the_compiled_graph(
     checkpoint: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def plain_losses(model: nn.Module, x: Tensor) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("way", REENTRANT)
 def test_a_backward_inside_the_backward_of_a_graph_trains(way: str, stage: int) -> None:

@@ -909,7 +909,7 @@ def test_inductor_keeps_the_order_that_was_pinned(
     assert liveness(graph).peak_gathered_numel == 32
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.long) for n in (0, 2)), 3])
 def test_the_graph_shown_has_the_collectives_that_inductor_writes(
     stage: int, fake_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -295,6 +295,7 @@ def _losses(
         return losses, 0 if step.program is None else len(step.program.compiled.graphs)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_what_the_model_reads_has_the_eager_step_s_effect(change: str) -> None:
     (eager, _), (compiled, num_graphs) = (
@@ -499,6 +500,7 @@ class Yields(Draws):
 LAST: Any = None
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -106,6 +106,7 @@ class Always(Repeats):
         super().__call__(function, tensors, kind=object())
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("model", "stage", "keys", "optimizer"),
     [

@@ -62,6 +62,7 @@ def check(name: str, stage: int, backend: str) -> None:
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FAST)
 def test_some_classes_train_as_plainly_in_one_graph(name: str) -> None:
     check(name, 3, "aot_eager")

@@ -221,11 +221,11 @@ PASSED: dict[tuple[str, ...], bool] = {
 """Flags, and whether ranks then get `--local_rank=N`: in DeepSpeed, and here with
 `--as-deepspeed`.
 """
-FEW = [("script", ()), ("module", ("--bind_cores_to_rank",)), ("program", ())]
+FEW = [("module", ("--bind_cores_to_rank",))]
 STARTS = [
     *FEW,
-    *((form, words) for form, words in zip(FORMS, [*PASSED][1:])),
-    ("program", [*PASSED][4]),
+    *(("script", words) for words in ((), ("--no_local_rank",))),
+    *(("program", words) for words in ((), ("--elastic_training",), [*PASSED][4])),
 ]
 """Each flag in one form, and each form with several flags: a start takes seconds."""
 

@@ -145,6 +145,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "counts"), [("alike", {"of all ranks": 2}), ("one", {"of rank 0": 2})]
 )

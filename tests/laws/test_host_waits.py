@@ -111,7 +111,7 @@ def learned(stage: int, precision: str, case: Case, **options: Any) -> list[str]
     return found
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", range(4))
@@ -135,6 +135,7 @@ def check(found: list[str], operator: str, number: int) -> None:
         assert set(found) <= {operator} and len(found) in (number, 2 * number), found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("quantities", [("optimizer",), ("optimizer", "param")], ids=str)
 def test_an_update_on_the_host_waits_for_the_numbers_that_it_multiplies_by(
@@ -155,6 +156,7 @@ def test_an_update_on_the_host_waits_for_the_numbers_that_it_multiplies_by(
     check([line for line in found if line != "Stream"], COPY, number)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_learned_step_of_compiled_blocks_never_waits(stage: int, precision: str) -> None:
@@ -176,6 +178,7 @@ def test_a_step_in_one_graph_waits_to_know_how_many_updates_were_skipped(precisi
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("case", ["plain", "all of these"])
 @pytest.mark.parametrize("stage", [1, 3])

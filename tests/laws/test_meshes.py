@@ -310,6 +310,7 @@ def test_stages_agree_on_every_mesh(
             assert_same(hpz[1], of_stage[3][1])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["hybrid 0", "hybrid 1", "mics 3", "hpz 3"])
 @pytest.mark.parametrize("mesh", [SQUARE, MESHES["3x2"]])
 def test_the_first_overflow_is_found_on_every_mesh(mode: str, mesh: Mesh) -> None:
@@ -508,6 +509,7 @@ def test_a_step_sends_along_each_axis_what_the_plan_says(ranks: RankPool, mode: 
                 _check_sent(sent, plan, mode)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "mode"), modes_of("2x3", "3x2", "4x1", "1x4"))
 def test_so_it_does_in_lockstep(name: str, mode: str) -> None:
     mesh = MESHES[name]

@@ -740,6 +740,7 @@ PLACED: dict[str, Any] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("there", PLACED)
 @pytest.mark.parametrize("here", PLACED)
 def test_a_state_is_taken_where_it_belongs_and_brought_there_by_place(

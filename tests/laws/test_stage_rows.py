@@ -119,6 +119,7 @@ def _simulated(row: Any, by: str, **how: Any) -> tuple[list[str], dict[str, Tens
     return found, ranks.gather(state)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "how",
     [{"by": "lockstep"}, {"by": "vmap"}, {"by": "vmap", "compile": "aot_eager"}],
@@ -143,6 +144,7 @@ def _sent(row: str, **how: Any) -> tuple[dict[str, int], dict[str, int]]:
         return sent, planned
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("row", ROWS)
 def test_a_step_sends_what_is_planned(ranks: RankPool, row: str, runner: str) -> None:

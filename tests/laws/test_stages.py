@@ -47,8 +47,8 @@ def _train_all_stages(threshold: int, num_steps: int) -> list[Any]:
 def test_all_stages_give_the_same_bits_and_the_plain_loop_to_rounding(
     ranks: RankPool, world_size: int, threshold: int
 ) -> None:
-    on_ranks = ranks(world_size, _train_all_stages, threshold, 10)
-    plain_curve, plain_weights = train_plainly(Odd, tokens, adamw)
+    on_ranks = ranks(world_size, _train_all_stages, threshold, 5)
+    plain_curve, plain_weights = train_plainly(Odd, tokens, adamw, num_steps=5)
     first_curve, first_weights = on_ranks[0][0]
     for results in on_ranks:
         for curve, weights in results:
@@ -113,6 +113,7 @@ def _train_trees(
     return found, ranks.gather(state)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "cfg", [{}, {"stage3_param_persistence_threshold": 20, "round_robin_gradients": True}], ids=str
 )

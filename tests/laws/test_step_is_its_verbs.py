@@ -118,6 +118,7 @@ def _in_all_stages() -> list[list[str]]:
     return [_apart(cfg, 3) for cfg in cases] + [_apart(cfg | BF16, 3) for cfg in cases]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_step_composed_from_the_verbs_is_the_step(ranks: RankPool, world_size: int) -> None:
     assert ranks(world_size, _in_all_stages) == [[[]] * 8] * world_size

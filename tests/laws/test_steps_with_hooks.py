@@ -508,6 +508,7 @@ BF16 = {"bf16": {"enabled": True, "auto_cast": True}}
 TWO_MICRO_STEPS = {"train_batch_size": 24, "gradient_accumulation_steps": 2}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("mode", "mesh", "hooks", "keys"),
     [

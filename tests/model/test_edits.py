@@ -94,6 +94,7 @@ def losses(
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runner", ["eager", "block", "step", "lockstep", "vmap"])
 @pytest.mark.parametrize("num_before", [0, 1])
 @pytest.mark.parametrize("change", STRUCTURE)
@@ -149,6 +150,7 @@ def test_parameters_with_the_states_own_values_may_replace_others(
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runner", ["eager", "block", "step"])
 @pytest.mark.parametrize("change", ACCEPTED)
 def test_a_change_that_no_state_holds_trains_as_the_plain_loop(change: str, runner: str) -> None:
@@ -166,6 +168,7 @@ def test_a_change_that_no_state_holds_trains_as_the_plain_loop(change: str, runn
         torch.testing.assert_close(losses(Model(), stage, ACCEPTED[change], 1, runner), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runner", ["eager", "step", "lockstep"])
 @pytest.mark.parametrize("change", WRITES)
 def test_a_write_into_the_model_after_the_first_step_warns_once(change: str, runner: str) -> None:
@@ -202,6 +205,7 @@ def test_exact_buffers_are_those_of_rank_0(dtype: torch.dtype) -> None:
     assert torch.equal(agreed_buffers(rows), rows[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_before", [0, 1])
 @pytest.mark.parametrize("change", STRUCTURE)
 def test_another_structure_of_an_engines_model_is_an_error(change: str, num_before: int) -> None:

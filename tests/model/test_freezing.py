@@ -328,6 +328,7 @@ def trained_often(
     return norms, engine.module_state_dict()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("held", [everything, some])
 @pytest.mark.parametrize("stage", range(4))
 def test_an_engine_freezes_and_unfreezes_as_a_plain_loop(

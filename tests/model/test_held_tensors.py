@@ -80,6 +80,7 @@ class HeldBuffer(Model):
 MODELS = [Data, DataInAClosure, View, OtherParameter, HeldBuffer]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_code_holds_of_a_tensor_is_that_of_the_state(model: type[Model], stage: int) -> None:
@@ -103,6 +104,7 @@ class WholeBuffer(HeldBuffer):
         return Model.use(self, x - self.kept[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compile", ["step", "block"])
 @pytest.mark.parametrize("model", [*MODELS, WholeData, WholeBuffer])
 def test_what_code_holds_of_a_tensor_is_that_of_the_state_in_a_graph(
@@ -121,6 +123,7 @@ def test_what_code_holds_of_a_tensor_is_that_of_the_state_in_a_graph(
         torch.testing.assert_close(trained(step), plain_weights(model))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_code_holds_of_a_tensor_is_that_of_an_engine(model: type[Model], stage: int) -> None:

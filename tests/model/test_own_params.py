@@ -1044,6 +1044,7 @@ ADAPTED: list[type[Model]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", ADAPTED)
 def test_a_parametrization_for_the_time_of_a_call_trains_as_in_a_plain_loop(
     model: type[Model],

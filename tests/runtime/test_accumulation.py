@@ -125,6 +125,7 @@ def weighted_mean(model: nn.Module, batch: Any) -> Tensor:
     return total / weight
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("world_size", "num_micro_steps"), [(1, 3), (2, 1), (2, 3), (3, 2)])
 def test_a_sum_with_a_weight_is_the_mean_over_all_weights(
@@ -183,6 +184,7 @@ def _measured(stage: int, num_micro_steps: int) -> list[tuple[float, int]]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_micro_steps", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", range(4))

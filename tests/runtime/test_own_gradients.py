@@ -284,6 +284,7 @@ def test_ranks_that_run_at_once_refuse_a_gradient_by_own_parameters() -> None:
         ranks(ranks.init(), torch.stack(batches()[:2]))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "way"), WAYS, ids=lambda each: each.__name__)
 def test_a_gradient_by_own_parameters_is_the_plain_loops_in_one_graph(
     kind: type[Net], way: Any
@@ -304,9 +305,12 @@ def test_a_second_derivative_of_compiled_blocks_is_refused_with_the_fix(way: Any
             trained(Net, way, stage, compile="block", compile_backend="aot_eager")
 
 
-def test_a_gradient_by_own_parameters_is_the_plain_loops_on_real_ranks(ranks: RankPool) -> None:
-    for num_ranks in (2, 3, 4):
-        assert ranks(num_ranks, _differ_on_ranks) == [[]] * num_ranks
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("num_ranks", [3, 2, 4])
+def test_a_gradient_by_own_parameters_is_the_plain_loops_on_real_ranks(
+    ranks: RankPool, num_ranks: int
+) -> None:
+    assert ranks(num_ranks, _differ_on_ranks) == [[]] * num_ranks
 
 
 def _differ_on_ranks() -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from ranks import RankError, RankPool
+from ranks import TIMEOUT, RankError, RankPool
 from schedules import recorded
 from torch import Tensor, nn
 from training import GLOBAL_BATCH, Plain, adamw, config, make, part, train, train_plainly, vectors
@@ -30,24 +30,19 @@ from fzero.runtime import MismatchError
 from fzero.runtime.sequencer import Sequencer
 from sharding import Mesh
 
-# to tell an error on all ranks; the pool's own timeout, which a rank that waits in vain meets, is
-# 120
-SECONDS = 20
-
 
 def errors_of(
     ranks: RankPool,
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    seconds: float = SECONDS,
 ) -> list[Exception | None]:
-    """What each rank raised."""
+    """What each rank raised; a rank that waits in vain would meet the pool's timeout."""
     ranks(world_size, int)  # they have joined
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         ranks(world_size, function, *args)
-    assert time.monotonic() - started < seconds, "a rank waited for a timeout"
+    assert time.monotonic() - started < TIMEOUT.total_seconds(), "a rank waited for a timeout"
     return caught.value.errors
 
 
@@ -901,7 +896,7 @@ CHANGES = pytest.mark.parametrize(
 @pytest.mark.long
 def test_a_rank_that_alone_needs_another_order_is_named_and_no_rank_hangs(ranks: RankPool) -> None:
     # The rank waits 20 s for the others to need another order, too.
-    errors = errors_of(ranks, 2, _train, Routed, turns_around, config(3), 4, "learned", seconds=60)
+    errors = errors_of(ranks, 2, _train, Routed, turns_around, config(3), 4, "learned")
     reported = [error for error in errors if isinstance(error, ScheduleError)]
     assert reported and all(isinstance(error, ScheduleError | CollectiveError) for error in errors)
     message = r"rank \d needs to gather blocks\.[0-3] where .* pass schedule='negotiated'"

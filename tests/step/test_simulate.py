@@ -661,6 +661,7 @@ def _dropped(
 HALVES = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 3}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:the .*ward runs its units in an order")
 @pytest.mark.parametrize(
     ("num_ranks", "probability", "is_alike", "keys"),

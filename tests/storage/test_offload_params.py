@@ -96,6 +96,7 @@ def test_parameters_in_files_give_the_bits_of_the_device(
         assert torch.equal(here.evaluate(expected, batch), ranks.evaluate(state, batch)), name
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [

@@ -94,6 +94,7 @@ def test_memory_that_a_card_does_not_compute_with_is_of_another_kind_than_the_de
     assert HOME.is_away and not Placement().is_away
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -48,11 +48,11 @@ class RankError(AssertionError):
 
 
 def server() -> ForkServerContext:
-    """Starts processes that have imported torch already; arguments as of
+    """Starts processes that have imported torch and fzero already; arguments as of
     `multiprocessing`.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(["torch", "fzero.step", "fzero.checkpoint.saving"])
     return context
 
 

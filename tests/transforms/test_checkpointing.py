@@ -497,6 +497,7 @@ def _negotiations(
     return counts, curve, step.gather(state)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("of", ["scale", "blocks", "nested"])
 def test_the_order_of_reentrant_checkpoints_is_learned_once_and_all_stages_give_the_same_bits(
     ranks: RankPool, of: str
@@ -631,6 +632,7 @@ def _host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     yield host
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(
     ("model", "data"), [(Odd, tokens), (Nested, vectors), (Penalised, vectors)]

@@ -270,6 +270,7 @@ def test_steps_that_only_add_to_sums_drop_the_gradients_of_frozen_weights(case: 
     check(case, trained(case, 0, num_micro=4), 2e-6)
 
 
+@pytest.mark.sample(3)
 @EACH
 def test_a_captured_step_is_the_plain_loop(case: str) -> None:
     num_micro = 2 if case in ("lora", "own") else 1
