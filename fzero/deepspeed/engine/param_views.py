@@ -77,7 +77,7 @@ def without_values(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     can be.
     """
     one = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
-    return one.expand(*shape)
+    return one.expand(tuple(shape))
 
 
 class LiveParams:
