@@ -30,6 +30,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fzero import graph
 from fzero.comms.axes import AbstractAxis, CollectiveError, LockstepAxis
 from fzero.comms.lockstep import Hub, StuckError
 from fzero.comms.records import CommRecord
@@ -404,10 +405,10 @@ class VmapRanks(LockstepRanks):
 
     def _make(self, compile: BackendName | None) -> TrainStep:
         """A step of all ranks at once."""
-        from fzero.graph.program import GraphProgram
-
         step = self.one_rank()
-        program = GraphProgram.make(step.runtime, compile, self._stacked, until="update")
+        program = graph.program.GraphProgram.make(
+            step.runtime, compile, self._stacked, until="update"
+        )
         step.runtime = replace(step.runtime, runs=program)
         return step
 

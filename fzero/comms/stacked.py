@@ -18,6 +18,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
+from torch._functorch.autograd_function import custom_function_call
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -112,6 +114,8 @@ class _AsOneRank(TorchFunctionMode):
       `torch.vmap` fills it as its dimensions are.
     - Attention without a mask tensor and without dropout is `_Attention`, unless it is
       captured.
+    - Operators that take functions (`torch.cond`, `map`) are refused: `torch.vmap` has
+      no rule for most, and its rule for `torch.cond` returns another structure.
     """
 
     def __torch_function__(
@@ -128,6 +132,11 @@ class _AsOneRank(TorchFunctionMode):
             while is_batchedtensor(x):
                 x = get_unwrapped(x)
             return func(x)
+        if isinstance(func, HigherOrderOperator) and func is not custom_function_call:
+            raise VmapError(
+                f"the model must not call the operator {func.name().removesuffix('_impl')} of "
+                f"torch, for which vmap has no rule or another result, and did"
+            )
         if func is _embed:
             return _embedded(*args, **kwargs)
         if func is _drop and is_batchedtensor(args[0]):

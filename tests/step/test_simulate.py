@@ -15,6 +15,9 @@ import torch
 from ranks import RankPool
 from test_models import bert, gpt2, images, resnet, text
 from torch import Tensor, nn
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from training import Odd, Plain, adamw, config, make, part, tokens, train_plainly, vectors
 
 import fzero
@@ -415,6 +418,42 @@ def test_a_backward_hook_of_a_module_is_refused_by_vmap_and_run_in_lockstep() ->
         assert (
             _padded(None, model) == _padded("lockstep", model) != _padded("lockstep", make(Padded))
         )
+
+
+class ControlFlow(Plain):
+    """A model that calls an operator of control flow with a clone of a weight."""
+
+    def __init__(self, operator: str) -> None:
+        super().__init__()
+        self.operator, self.linear = operator, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        weight = self.linear.weight.clone()
+        if self.operator == "cond":
+            x = torch.cond(x.sum() > 0, lambda x: x @ weight, lambda x: x.sin() @ weight, (x,))
+        elif self.operator == "map":
+            x = map_rows(lambda row: row @ weight, x)
+        elif self.operator == "while_loop":
+            x = while_loop(lambda x: x.sum() > 0, lambda x: (x @ weight,), (x,))[0]
+        else:
+            x = scan(lambda total, row: (total + row, row @ weight), x[0], x)[1]
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize("operator", ["cond", "map", "scan", "while_loop"])
+def test_operators_of_control_flow_are_refused_by_vmap_and_named(operator: str) -> None:
+    case = Case(functools.partial(ControlFlow, operator), vectors)
+    with pytest.raises(
+        fzero.comms.VmapError, match=rf"must not call the operator {operator} .*by='lockstep'"
+    ):
+        _run(fzero.simulate(_step(case, 3), 2, by="vmap"), case, 1)
+
+
+def test_control_flow_runs_in_lockstep_where_vmap_is_not_asked_for() -> None:
+    case = Case(functools.partial(ControlFlow, "cond"), vectors)
+    with pytest.warns(UserWarning, match="operator cond .* in lockstep"):
+        found = _run(fzero.simulate(_step(case, 3), 2), case, 2)
+    assert_same(found, _run(fzero.simulate(_step(case, 3), 2, by="lockstep"), case, 2))
 
 
 def test_what_vmap_cannot_do_is_reported_or_done_in_lockstep() -> None:

@@ -130,7 +130,7 @@ class Meeting:
             if not all(map(self.is_gone, left)):
                 return None
             reasons["has left the job"] = sorted(left)
-        return "; ".join(f"{ranks_of(found)} {reason}" for reason, found in reasons.items()) or None
+        return "; ".join(_said(found, reason) for reason, found in reasons.items()) or None
 
     def _withdraw(self, key: str) -> None:
         with suppress(RuntimeError):  # the store may have ended
@@ -156,6 +156,17 @@ def _reason(its: dict[str, object], mine: tuple[int, int]) -> str | None:
     assert isinstance(place, list)
     is_ahead = tuple(place) > mine or (waits == BARRIER and tuple(place) == mine)
     return f"waits for {waits}" if waits is not None and is_ahead else None
+
+
+def _said(ranks: list[int], reason: str) -> str:
+    """The ranks and the reason, with the verb in their number.
+
+    >>> _said([1], "waits for gather a"), _said([1, 2], "has left the job")
+    ('rank 1 waits for gather a', 'ranks 1-2 have left the job')
+    """
+    verb, _, rest = reason.partition(" ")
+    verb = verb if len(ranks) == 1 else {"waits": "wait", "calls": "call", "has": "have"}[verb]
+    return f"{ranks_of(ranks)} {verb} {rest}"
 
 
 class Notified:
