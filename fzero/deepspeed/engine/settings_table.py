@@ -145,9 +145,12 @@ READ: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
         "train_step.plan.row",
         lambda row: row.shards("params"),
     ),
-    "zero_use_cpu_optimizer": (
-        "cfg.zero_optimization.offload_optimizer",
-        lambda block: _device_of(block) in ("cpu", "nvme"),
+    **dict.fromkeys(
+        ("zero_cpu_offload", "zero_use_cpu_optimizer"),
+        (
+            "cfg.zero_optimization.offload_optimizer",
+            lambda block: _device_of(block) in ("cpu", "nvme"),
+        ),
     ),
 }
 """Method: the attribute of the engine that it returns, such as a key of its
