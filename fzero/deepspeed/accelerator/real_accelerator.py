@@ -10,47 +10,8 @@ from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from fzero.storage.host_memory import available_memory, machine_memory, process_memory
-
-
-def _process_bytes() -> int:
-    return process_memory("VmRSS")
-
-
-_ON_CPU: dict[str, Any] = {
-    "memory_allocated": _process_bytes,
-    "max_memory_allocated": lambda: process_memory("VmHWM"),
-    "memory_reserved": _process_bytes,
-    "max_memory_reserved": lambda: process_memory("VmHWM"),
-    "memory_stats": lambda: {"allocated_bytes.all.current": _process_bytes()},
-    **dict.fromkeys(
-        (
-            "empty_cache",
-            "reset_peak_memory_stats",
-            "reset_max_memory_allocated",
-            "reset_max_memory_cached",
-            "range_push",
-            "range_pop",
-            "current_stream",
-            "default_stream",
-        )
-    ),
-}
-"""Methods on the CPU, without their arguments; None returns None. On CUDA they are
-those of `torch.cuda`.
-"""
-_CUDA_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
-_TENSORS = {
-    "BFloat16Tensor": torch.bfloat16,
-    "ByteTensor": torch.uint8,
-    "DoubleTensor": torch.float64,
-    "FloatTensor": torch.float32,
-    "HalfTensor": torch.float16,
-    "IntTensor": torch.int32,
-    "LongTensor": torch.int64,
-}
 
 
 class _Stream:
@@ -66,9 +27,184 @@ class _Stream:
         raise AttributeError(name)
 
 
+def _given(index: int | None) -> tuple[int, ...]:
+    return () if index is None else (index,)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing."""
+
+
+def _no_context(*args: Any, **kwargs: Any) -> Any:
+    """A context without effect."""
+    return contextlib.nullcontext()
+
+
+def _process_bytes(device_index: Any = None) -> int:
+    return process_memory("VmRSS")
+
+
+def _most_bytes(device_index: Any = None) -> int:
+    return process_memory("VmHWM")
+
+
+def _memory_stats(device_index: Any = None) -> dict[str, int]:
+    return {"allocated_bytes.all.current": _process_bytes()}
+
+
+def _set_visible(env: MutableMapping[str, str], local_accelerator_ids: list[int]) -> None:
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
+
+
+def _total_memory(device_index: int | None = None) -> int:
+    index = torch.cuda.current_device() if device_index is None else device_index
+    return int(torch.cuda.get_device_properties(index).total_memory)
+
+
+def _dtypes(*, has_bf16: bool) -> list[torch.dtype]:
+    return [torch.float32, torch.float16, *([torch.bfloat16] if has_bf16 else [])]
+
+
+def _no_operators(*args: Any) -> NoReturn:
+    raise NotImplementedError(
+        "get_accelerator: builds no operators, fzero's are torch's own; leave the call out"
+    )
+
+
+def _called_now(callback: Callable[[], Any]) -> None:
+    callback()
+
+
+def _replay(graph: Any) -> None:
+    if graph is not None:
+        graph.replay()
+
+
+_BOTH: dict[str, Callable[..., Any]] = {
+    "build_extension": _no_operators,
+    "create_op_builder": _nothing,
+    "export_envs": lambda: ["NCCL", "LD_LIBRARY", "PATH"],
+    "get_op_builder": _nothing,
+    "initial_seed": lambda seed=None: torch.initial_seed(),
+    "is_available": lambda: True,
+    "is_fp16_supported": lambda: True,
+    "is_fp64_supported": lambda: True,
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "op_builder_dir": _no_operators,
+    "prefer_triton_grouped_mm": lambda: False,
+    "random": lambda: torch.random,
+    "replay_graph": _replay,
+    "set_visible_devices_envs": _set_visible,
+    "supports_nvtx_domain": lambda: False,
+    "unpin_memory": _nothing,  # pinned memory is freed with its tensor
+    "visible_devices_envs": lambda: ["CUDA_VISIBLE_DEVICES"],
+}
+"""Methods that are the same on every device."""
+
+_BY_DEVICE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "available_memory": (
+        lambda device_index=None: available_memory(),
+        lambda device_index=None: int(torch.cuda.mem_get_info(*_given(device_index))[0]),
+    ),
+    "capture_to_graph": (
+        _no_context,
+        lambda graph, pool=None, stream=None: torch.cuda.graph(graph, pool, stream),
+    ),
+    "create_graph": (_nothing, lambda: torch.cuda.CUDAGraph()),
+    "current_device": (lambda: 0, lambda: torch.cuda.current_device()),
+    "current_device_name": (lambda: "cpu", lambda: f"cuda:{torch.cuda.current_device()}"),
+    "default_generator": (
+        lambda device_index=0: torch.default_generator,
+        lambda device_index=0: torch.cuda.default_generators[device_index],
+    ),
+    "device": (_no_context, lambda device_index=None: torch.cuda.device(device_index)),
+    "device_count": (lambda: 1, lambda: torch.cuda.device_count()),
+    "device_name": (
+        lambda device_index=None: "cpu",
+        lambda device_index=None: "cuda" if device_index is None else f"cuda:{device_index}",
+    ),
+    "get_rng_state": (
+        lambda device_index=None: torch.get_rng_state(),
+        lambda device_index=None: torch.cuda.get_rng_state(*_given(device_index)),
+    ),
+    "handles_memory_backpressure": (lambda: True, lambda: False),
+    "is_bf16_supported": (lambda: True, lambda: torch.cuda.is_bf16_supported()),
+    "is_pinned": (lambda tensor: True, lambda tensor: tensor.is_pinned()),
+    "is_synchronized_device": (lambda: True, lambda: False),
+    "is_triton_supported": (
+        lambda: False,
+        lambda: torch.cuda.get_device_capability()[0] >= 7,
+    ),
+    "lazy_call": (
+        _called_now,
+        lambda callback: torch.cuda._lazy_call(callback),  # type: ignore[attr-defined, no-untyped-call]
+    ),
+    "on_accelerator": (
+        lambda tensor: tensor.device.type == "cpu",
+        lambda tensor: tensor.device.type == "cuda",
+    ),
+    "pin_memory": (
+        lambda tensor, align_bytes=1, **how: tensor,
+        lambda tensor, align_bytes=1, **how: tensor.pin_memory(),
+    ),
+    "resolves_data_dependency": (lambda: True, lambda: False),
+    "set_device": (_nothing, lambda device_index: torch.cuda.set_device(device_index)),
+    "set_rng_state": (
+        lambda new_state, device_index=None: torch.set_rng_state(new_state),
+        lambda new_state, device_index=None: torch.cuda.set_rng_state(
+            new_state, *_given(device_index)
+        ),
+    ),
+    "stream": (_no_context, lambda stream: torch.cuda.stream(stream)),
+    "supported_dtypes": (
+        lambda: _dtypes(has_bf16=True),
+        lambda: _dtypes(has_bf16=torch.cuda.is_bf16_supported()),
+    ),
+    "synchronize": (_nothing, lambda device_index=None: torch.cuda.synchronize(device_index)),
+    "total_memory": (lambda device_index=None: machine_memory(), _total_memory),
+    "use_host_timers": (lambda: True, lambda: False),
+}
+"""Methods that differ: on the CPU, and on CUDA."""
+
+_ON_CPU: dict[str, Callable[..., Any]] = {
+    "max_memory_allocated": _most_bytes,
+    "max_memory_reserved": _most_bytes,
+    "memory_allocated": _process_bytes,
+    "memory_reserved": _process_bytes,
+    "memory_stats": _memory_stats,
+    "Event": _Stream,
+    "Stream": _Stream,
+    **dict.fromkeys(
+        (
+            "current_stream",
+            "default_stream",
+            "empty_cache",
+            "range_pop",
+            "range_push",
+            "reset_max_memory_allocated",
+            "reset_max_memory_cached",
+            "reset_peak_memory_stats",
+        ),
+        _nothing,
+    ),
+}
+"""Methods on the CPU; on CUDA they are those of `torch.cuda`."""
+_CUDA_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
+_TENSORS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+
+
 class DeepSpeedAccelerator:
-    """The device of this process. Attributes that are not named here are those of
-    `torch.cuda`, if CUDA is available.
+    """The device of this process: `kind` is "cpu" or "cuda". Its methods are the rows of
+    the tables; others are those of `torch.cuda`, if CUDA is available.
     """
 
     def __init__(self, kind: str) -> None:
@@ -76,87 +212,8 @@ class DeepSpeedAccelerator:
         self._communication_backend_name = "nccl" if kind == "cuda" else "gloo"
         self._compile_backend = "inductor"
 
-    # --- the device -------------------------------------------------------------------------------
-
-    def device_name(self, device_index: int | None = None) -> str:
-        return (
-            self._name
-            if device_index is None or self._name == "cpu"
-            else f"{self._name}:{device_index}"
-        )
-
-    def device(self, device_index: int | None = None) -> Any:
-        """A context in which this is the current device."""
-        return torch.cuda.device(device_index) if self._name == "cuda" else contextlib.nullcontext()
-
-    def current_device(self) -> int:
-        return torch.cuda.current_device() if self._name == "cuda" else 0
-
-    def current_device_name(self) -> str:
-        return f"cuda:{torch.cuda.current_device()}" if self._name == "cuda" else "cpu"
-
-    def device_count(self) -> int:
-        return torch.cuda.device_count() if self._name == "cuda" else 1
-
-    def set_device(self, device_index: int) -> None:
-        if self._name == "cuda":
-            torch.cuda.set_device(device_index)
-
-    def is_available(self) -> bool:
-        return True
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        if self._name == "cuda":
-            torch.cuda.synchronize(device_index)
-
     def communication_backend_name(self) -> str:
         return self._communication_backend_name
-
-    def visible_devices_envs(self) -> list[str]:
-        return ["CUDA_VISIBLE_DEVICES"]
-
-    def set_visible_devices_envs(
-        self, current_env: MutableMapping[str, str], local_accelerator_ids: list[int]
-    ) -> None:
-        for name in self.visible_devices_envs():
-            current_env[name] = ",".join(map(str, local_accelerator_ids))
-
-    def export_envs(self) -> list[str]:
-        """Prefixes of variables that a launcher passes on."""
-        return ["NCCL", "LD_LIBRARY", "PATH"]
-
-    # --- what it can do ---------------------------------------------------------------------------
-
-    def is_bf16_supported(self) -> bool:
-        return self._name == "cpu" or torch.cuda.is_bf16_supported()
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def is_fp64_supported(self) -> bool:
-        return True
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [
-            torch.float32,
-            torch.float16,
-            *([torch.bfloat16] if self.is_bf16_supported() else []),
-        ]
-
-    def is_triton_supported(self) -> bool:
-        return self._name == "cuda" and torch.cuda.get_device_capability()[0] >= 7
-
-    def supports_nvtx_domain(self) -> bool:
-        return False
-
-    prefer_triton_grouped_mm = supports_nvtx_domain
-
-    def is_synchronized_device(self) -> bool:
-        return self._name == "cpu"
-
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = (
-        is_synchronized_device
-    )
 
     def get_compile_backend(self) -> str:
         return self._compile_backend
@@ -164,137 +221,26 @@ class DeepSpeedAccelerator:
     def set_compile_backend(self, backend: str) -> None:
         self._compile_backend = backend
 
-    # --- random numbers ---------------------------------------------------------------------------
-
-    def random(self) -> Any:
-        return torch.random
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def initial_seed(self, seed: int | None = None) -> int:
-        return torch.initial_seed()
-
-    def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        return (
-            torch.get_rng_state()
-            if self._name == "cpu"
-            else torch.cuda.get_rng_state(*_given(device_index))
-        )
-
-    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
-        if self._name == "cpu":
-            torch.set_rng_state(new_state)
-        else:
-            torch.cuda.set_rng_state(new_state, *_given(device_index))
-
-    def default_generator(self, device_index: int = 0) -> torch.Generator:
-        return (
-            torch.default_generator
-            if self._name == "cpu"
-            else torch.cuda.default_generators[device_index]
-        )
-
-    # --- streams, graphs, memory ------------------------------------------------------------------
-
-    @property
-    def Stream(self) -> Any:
-        return _Stream if self._name == "cpu" else torch.cuda.Stream
-
-    @property
-    def Event(self) -> Any:
-        return _Stream if self._name == "cpu" else torch.cuda.Event
-
-    def stream(self, stream: Any) -> Any:
-        """A context in which work goes to a stream."""
-        return contextlib.nullcontext() if self._name == "cpu" else torch.cuda.stream(stream)
-
-    def create_graph(self) -> Any:
-        return None if self._name == "cpu" else torch.cuda.CUDAGraph()
-
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
-        return (
-            contextlib.nullcontext()
-            if self._name == "cpu"
-            else torch.cuda.graph(graph, pool, stream)
-        )
-
-    def replay_graph(self, graph: Any) -> None:
-        if graph is not None:
-            graph.replay()
-
-    def lazy_call(self, callback: Callable[[], Any]) -> None:
-        if self._name == "cpu":
-            callback()
-        else:
-            torch.cuda._lazy_call(callback)  # type: ignore[attr-defined,no-untyped-call]
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device, or of the machine."""
-        if self._name == "cpu":
-            return machine_memory()
-        return int(
-            torch.cuda.get_device_properties(
-                self.current_device() if device_index is None else device_index
-            ).total_memory
-        )
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        """Free bytes of the device, or of the machine."""
-        if self._name == "cpu":
-            return available_memory()
-        return int(torch.cuda.mem_get_info(*_given(device_index))[0])
-
-    def pin_memory(self, tensor: Tensor, align_bytes: int = 1, **how: Any) -> Tensor:
-        return tensor if self._name == "cpu" else tensor.pin_memory()
-
-    def unpin_memory(self, tensor: Tensor) -> None:
-        """Does nothing: pinned memory is freed with its tensor."""
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return self._name == "cpu" or tensor.is_pinned()
-
-    def on_accelerator(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._name
-
-    # --- the kernels that DeepSpeed builds --------------------------------------------------------
-
-    def op_builder_dir(self) -> NoReturn:
-        raise NotImplementedError(
-            "get_accelerator: builds no operators, fzero's are torch's own; leave the call out"
-        )
-
-    def build_extension(self) -> NoReturn:
-        self.op_builder_dir()
-
-    def create_op_builder(self, class_name: str) -> None:
-        """None: there is nothing to build."""
-
-    get_op_builder = create_op_builder
-
     def __getattr__(self, name: str) -> Any:
+        if name == "_name" or name.startswith("__"):  # of a copy that is not filled yet
+            raise AttributeError(name)
+        is_cpu, own = self._name == "cpu", _CUDA_NAMES.get(name, name)
+        if name in _BOTH:
+            return _BOTH[name]
+        if name in _BY_DEVICE:
+            return _BY_DEVICE[name][0 if is_cpu else 1]
         if name in _TENSORS:
             return partial(torch.tensor, dtype=_TENSORS[name], device=self.current_device_name())
-        own = _CUDA_NAMES.get(name, name)
-        if self._name == "cuda":
-            return getattr(
-                torch.cuda.nvtx if own in ("range_push", "range_pop") else torch.cuda, own
-            )
+        if not is_cpu:
+            return getattr(torch.cuda.nvtx if own.startswith("range_") else torch.cuda, own)
         if own in _ON_CPU:
-            function = _ON_CPU[own]
-            return lambda *args, **kwargs: None if function is None else function()
+            return _ON_CPU[own]
         raise AttributeError(
             f"accelerator: has no {name!r} on the CPU; ask get_accelerator().device_name() first"
         )
 
 
 Accelerator = DeepSpeedAccelerator
-
-
-def _given(index: int | None) -> tuple[int, ...]:
-    return () if index is None else (index,)
 
 
 @cache

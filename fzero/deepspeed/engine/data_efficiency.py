@@ -55,7 +55,7 @@ class DataSchedules:
             self.curriculum_scheduler_legacy = CurriculumScheduler(
                 block.model_dump(exclude_none=True)
             )
-        if self.random_ltd_enabled():
+        if engine.cfg.drops_tokens:
             config = self.random_ltd_config()
             if config["total_layer_num"] is None:
                 raise ConfigError(
@@ -88,9 +88,6 @@ class DataSchedules:
         return found
 
     # --- the block curriculum_learning ------------------------------------------------------------
-
-    def curriculum_enabled_legacy(self) -> bool:
-        return self.curriculum_scheduler_legacy is not None
 
     def curriculum_params_legacy(self) -> Any:
         """The block without `enabled`; False if there is none."""
@@ -155,31 +152,18 @@ class DataSchedules:
 
     # --- the block data_efficiency ----------------------------------------------------------------
 
-    def data_efficiency_enabled(self) -> bool:
-        return efficiency_of(self.engine.cfg).enabled
-
-    def data_efficiency_config(self) -> dict[str, Any]:
-        return efficiency_of(self.engine.cfg).model_dump()
-
-    def data_sampling_enabled(self) -> bool:
-        return self.engine.cfg.samples
-
-    def data_sampling_config(self) -> dict[str, Any]:
-        return efficiency_of(self.engine.cfg).data_sampling.model_dump()
-
-    def curriculum_learning_enabled(self) -> bool:
-        return efficiency_of(self.engine.cfg).samples_by_difficulty
+    @property
+    def efficiency(self) -> blocks.DataEfficiency:
+        """The block, or one that is off."""
+        return efficiency_of(self.engine.cfg)
 
     def curriculum_learning_config(self) -> dict[str, Any]:
-        block = efficiency_of(self.engine.cfg).data_sampling.curriculum_learning
+        block = self.efficiency.data_sampling.curriculum_learning
         return block.model_dump() if block.enabled else {"enabled": False}
-
-    def random_ltd_enabled(self) -> bool:
-        return self.engine.cfg.drops_tokens
 
     def random_ltd_config(self) -> dict[str, Any]:
         """The block `random_ltd`, with the batch sizes."""
-        block = efficiency_of(self.engine.cfg).data_routing.random_ltd
+        block = self.efficiency.data_routing.random_ltd
         sizes = self.engine.cfg.batch_sizes(self.engine.train_step.data_world_size)
         number = block.random_ltd_layer_num or len(block.random_ltd_layer_id)
         found = block.model_dump() | {"random_ltd_layer_num": number}
@@ -190,7 +174,7 @@ class DataSchedules:
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
         """θ of the next forward; None if the block is not enabled."""
-        block = self._layer_drop
+        block = self.layer_drop
         if not block.enabled:
             return None
         drop = ProgressiveLayerDrop(block.theta, block.gamma)
@@ -202,22 +186,14 @@ class DataSchedules:
         drop = self.progressive_layer_drop
         return None if drop is None else drop.get_theta()
 
-    def pld_enabled(self) -> bool:
-        return self.engine.cfg.drops_layers
-
     def pld_params(self) -> Any:
         """`theta` and `gamma`; False if the block is not enabled."""
-        block = self._layer_drop
+        block = self.layer_drop
         return {"theta": block.theta, "gamma": block.gamma} if block.enabled else False
 
-    def pld_theta(self) -> float:
-        return self._layer_drop.theta
-
-    def pld_gamma(self) -> float:
-        return self._layer_drop.gamma
-
     @property
-    def _layer_drop(self) -> blocks.ProgressiveLayerDrop:
+    def layer_drop(self) -> blocks.ProgressiveLayerDrop:
+        """The block, or one that is off."""
         return self.engine.cfg.progressive_layer_drop or blocks.ProgressiveLayerDrop()
 
 

@@ -22,7 +22,7 @@ from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.deepspeed.engine.divided import Divided
 from fzero.deepspeed.engine.param_status import mark
-from fzero.deepspeed.engine.param_views import PartitionedParameterError, engine_of
+from fzero.deepspeed.engine.param_views import PartitionedParameterError, engine_of, without_values
 from fzero.model.tensor_uses import CASTS, called, cast_to, needs_values
 from fzero.runtime.step_spec import check_same
 
@@ -312,15 +312,9 @@ def shaped(model: nn.Module) -> Iterator[list[Any]]:
         param for param in model.parameters() if isinstance(param, DividedParameter)
     ]
     for param in found:
-        nothing = torch.full(
-            (),
-            float("nan") if param.is_floating_point() else 0,
-            dtype=param.dtype,
-            device=param.device,
-        )
-        shape = param.fzero_divided.shape
+        nothing = without_values(param.fzero_divided.shape, param.dtype, param.device)
         param.__class__ = nn.Parameter
-        param.data = nothing.expand(shape)
+        param.data = nothing
     try:
         yield found
     finally:

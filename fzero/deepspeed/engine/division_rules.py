@@ -48,7 +48,7 @@ def rules_of(
     if dtype is None and source is not None:
         on = [kind for kind in _DTYPES if _is_on(_block(given, kind).get("enabled"))]
         dtype = _DTYPES[on[0]] if on else torch.float32
-    device = _own_device()
+    device = own_device()
     return Rules(join(device), device, dtype, _keeper(name, offload.get("nvme_path"), pins=pins))
 
 
@@ -89,7 +89,8 @@ def _is_on(value: Any) -> bool:
     return str(value).lower() in ("true", "1")
 
 
-def _own_device() -> torch.device:
+def own_device() -> torch.device:
+    """The device of this process, which is the current one from here on."""
     if not torch.cuda.is_available() or is_joined(without="nccl"):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))

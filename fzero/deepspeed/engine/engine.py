@@ -631,6 +631,6 @@ show_part(Engine, "held_module", HeldModule, also=GATHERS_16_BIT, but=("begin", 
 show_part(Engine, "engine_log", EngineLog, but=("observed", "report"))
 show_part(Engine, "engine_settings", Settings, also=DEEPSPEEDS_OWN)
 show_part(Engine, "engine_tools", Tools)
-show_part(Engine, "data_schedules", DataSchedules)
+show_part(Engine, "data_schedules", DataSchedules, but=("efficiency", "layer_drop"))
 show_part(Engine, "engine_generator", Generator)
 show_part(Engine, "engine_files", EngineFiles)

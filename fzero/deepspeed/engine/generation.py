@@ -6,7 +6,6 @@ their bits in 16 bits; here it is merged into copies.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from fzero.deepspeed.engine.parts import ReplacedMethod
 from fzero.generation.gathered_model import generating
 from fzero.generation.lora import lora_params
 from fzero.plans.units import blocks_of
@@ -24,21 +24,15 @@ if TYPE_CHECKING:
 PARTS = ("gather", "generate", "training")
 
 
-class _Generate:
-    """Replaces a module's `generate` by the engine's. A copy of the module gets the
-    original one.
-    """
+class _Generate(ReplacedMethod):
+    """Replaces a module's `generate` by the engine's."""
 
     def __init__(self, engine: Engine, module: nn.Module) -> None:
-        original: Any = module.generate
-        self.engine, self.module, self.original = engine, module, original
-        functools.update_wrapper(self, original)
+        super().__init__(module, "generate")
+        self.engine = engine
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.engine.generate(*inputs, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.module, "generate")
 
 
 class Generator:
@@ -59,8 +53,8 @@ class Generator:
         self.engine, module = engine, engine.module
         # scripts call the module's
         if engine.keys.hybrid_engine.enabled and hasattr(module, "generate"):
-            self._own_generate, self._seconds = module.generate, dict.fromkeys(PARTS, 0.0)
-            module.__dict__["generate"] = _Generate(engine, module)
+            self._own_generate = _Generate(engine, module).original
+            self._seconds = dict.fromkeys(PARTS, 0.0)
 
     @contextmanager
     def _generating(self) -> Iterator[nn.Module]:

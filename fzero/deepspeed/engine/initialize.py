@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.data import Dataset
@@ -31,6 +30,7 @@ from fzero.deepspeed.engine.data_efficiency import sampler_of
 from fzero.deepspeed.engine.dataloader import ResumableLoader, check_indexed
 from fzero.deepspeed.engine.deepspeed_optimizers import configured_class
 from fzero.deepspeed.engine.divided_params import check_not_foreign, taken_over
+from fzero.deepspeed.engine.division_rules import own_device
 from fzero.deepspeed.engine.engine import Engine
 from fzero.deepspeed.engine.optimizer import ConfiguredScheduler, EngineOptimizer, make_optimizer
 from fzero.deepspeed.engine.pipeline_engine import PipelineEngine, prepare
@@ -332,11 +332,9 @@ def _on_own_device(model: nn.Module, port: int, required: bool | None) -> nn.Mod
     check_may_join(required)
     if me is not None and me.by != "torchrun":
         os.environ.setdefault("MASTER_PORT", str(port))
-    if not torch.cuda.is_available() or is_joined(without="nccl"):
+    if (device := own_device()).type == "cpu" or any(p.is_meta for p in model.parameters()):
         return model
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-    torch.cuda.set_device(device)
-    return model if any(p.is_meta for p in model.parameters()) else model.to(device)
+    return model.to(device)
 
 
 def _groups(

@@ -4,11 +4,10 @@ calling it calls the engine.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 import torch
@@ -21,7 +20,7 @@ from fzero.deepspeed.engine.live_buffers import LiveBuffers
 from fzero.deepspeed.engine.live_grads import LiveGrads
 from fzero.deepspeed.engine.outside_grads import OutsideGrads
 from fzero.deepspeed.engine.param_views import ENGINES, LiveParams
-from fzero.deepspeed.engine.parts import hold_parts, release_parts
+from fzero.deepspeed.engine.parts import ReplacedMethod, hold_parts, release_parts
 from fzero.resharding.parameters import full_params, with_weight
 from fzero.state import TrainState
 from fzero.step import TrainStep
@@ -30,37 +29,22 @@ from fzero.transforms.configured import with_blocks, with_dropping
 if TYPE_CHECKING:
     from fzero.deepspeed.engine.engine import Engine
 
-T = TypeVar("T")
 GATHERS_16_BIT = ("_consolidated_16bit_state_dict", "_zero3_consolidated_16bit_state_dict")
 """Names of DeepSpeed's engine that scripts use in spite of their first letter."""
 
 
-class _Forward:
-    """Replaces a module's `forward` while an engine holds the module. A copy of the
-    module gets the original one.
-    """
+class _Forward(ReplacedMethod):
+    """Replaces a module's `forward` while an engine holds the module."""
 
     def __init__(self, held: HeldModule, module: nn.Module) -> None:
-        self.held, self.module, self.original = held, module, module.forward
-        functools.update_wrapper(self, self.original)
+        super().__init__(module)
+        self.held = held
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         held = self.held
         if held.is_inside or held.is_gathered or held.live.is_replaced:
             return self.original(*inputs, **kwargs)
         return held.engine.run_forward(self.original, inputs, kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For copies and pickles: the method of the copy's class, or the module's own
-        original function.
-        """
-        if "forward" in self.held.own_forward:
-            return _same, (self.original,)
-        return getattr, (self.module, "forward")
-
-
-def _same(x: T) -> T:
-    return x
 
 
 class HeldModule:
@@ -73,7 +57,6 @@ class HeldModule:
     Attributes:
         is_inside: whether a forward of the engine runs.
         is_gathered: whether the module runs by itself, on full parameters.
-        own_forward: the entry `forward` of the module's dict, where it has one.
     """
 
     live: LiveParams
@@ -93,14 +76,14 @@ class HeldModule:
         self.outside_grads = OutsideGrads(self.live, engine.takes_outside)
         self.layouts = Layouts(engine, held)
         self.live_buffers = LiveBuffers(module, step.plan)
-        self.own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
+        self._forward: _Forward | None = None
 
     def begin(self) -> None:
         """Makes every call of the module a call of the engine, also from the module's
         own methods (`generate`, `loss`).
         """
         engine, module = self.engine, self.engine.module
-        module.__dict__["forward"] = _Forward(self, module)
+        self._forward = _Forward(self, module)
         if engine.train_step.plan.row.shards("params") and engine.train_step.spec.compile is None:
             hold_parts(engine, module)
         self.show_state()
@@ -324,8 +307,8 @@ class HeldModule:
         """
         self.close_window()
         release_parts(self.engine.module)
-        self.engine.module.__dict__.pop("forward", None)
-        self.engine.module.__dict__.update(self.own_forward)
+        if self._forward is not None:
+            self._forward.undo()
         self.live.close()
         self.outside_grads.close()
         self.engine.__dict__.pop("state", None)

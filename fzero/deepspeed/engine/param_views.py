@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
@@ -70,6 +70,14 @@ class PartitionedParameter(nn.Parameter):
             f"{type(self).__name__}({self.fzero_name!r}, "
             f"shape={tuple(self.fzero_plain.shape)}, dtype={self.dtype})"
         )
+
+
+def without_values(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of a shape with the memory of one element, which is no number where it
+    can be.
+    """
+    one = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    return one.expand(tuple(shape))
 
 
 class LiveParams:
@@ -190,10 +198,8 @@ class LiveParams:
         param.data = torch.empty(shape if is_empty else (0,), dtype=dtype, device=device)
         param.grad = None
         if not is_empty:
-            nothing = torch.full(
-                (), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device
-            )
-            plain = nn.Parameter(nothing.expand(shape), requires_grad=param.requires_grad)
+            nothing = without_values(shape, dtype, device)
+            plain = nn.Parameter(nothing, requires_grad=param.requires_grad)
             param.__dict__ |= {"fzero_name": name, "fzero_plain": plain, "fzero_class": type(param)}
             param.__class__ = PartitionedParameter
         self._mark(name, shape, is_here=is_empty)

@@ -9,13 +9,13 @@ forward, and while the module has its values (`gathered`), a part runs as it is.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import nn
 
 from fzero.model.binding import fill_flat_weights, is_bound
-from fzero.model.changes import own_forward
 from fzero.runtime.eager import ForwardBackward, saving
 
 
@@ -37,15 +37,46 @@ class RunsParts(Protocol):
     ) -> Any: ...
 
 
-class PartForward:
-    """Replaces the `forward` of a submodule. A copy of the submodule gets the original
+class ReplacedMethod(ABC):
+    """Stands in a module's dict for a method. A copy of the module gets the original
     one.
     """
 
-    def __init__(self, engine: RunsParts, name: str, module: nn.Module) -> None:
-        self.engine, self.name, self.module = engine, name, module
-        self.original, self.own = module.forward, own_forward(module)
-        functools.update_wrapper(self, self.original)
+    def __init__(self, module: nn.Module, name: str = "forward") -> None:
+        original: Any = getattr(module, name)
+        functools.update_wrapper(self, original)
+        self.module, self.original, self._name = module, original, name
+        self._own = {key: module.__dict__[key] for key in (name,) if key in module.__dict__}
+        module.__dict__[name] = self
+
+    @abstractmethod
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What is done instead."""
+
+    def undo(self) -> None:
+        """The module has its own method again."""
+        self.module.__dict__.pop(self._name, None)
+        self.module.__dict__.update(self._own)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and pickles: the method of the copy's class, or the module's own
+        original function.
+        """
+        if self._own:
+            return _same, (self.original,)
+        return getattr, (self.module, self._name)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+class PartForward(ReplacedMethod):
+    """Replaces the `forward` of a submodule."""
+
+    def __init__(self, engine: RunsParts, part: str, module: nn.Module) -> None:
+        super().__init__(module)
+        self.engine, self.part = engine, part
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         if is_bound(self.module):
@@ -55,7 +86,7 @@ class PartForward:
                 return self._within(*inputs, **kwargs)
         if self.engine.has_values:
             return self.original(*inputs, **kwargs)
-        return self.engine.run_part(self.name, self._within, inputs, kwargs)
+        return self.engine.run_part(self.part, self._within, inputs, kwargs)
 
     def _within(self, *inputs: Any, **kwargs: Any) -> Any:
         # the hook for this has its turn before the module is bound
@@ -63,23 +94,13 @@ class PartForward:
             fill_flat_weights(self.module, inputs)
         return self.original(*inputs, **kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For copies and pickles: the method of the copy's class, or the module's own
-        original function.
-        """
-        return (_same, (self.original,)) if self.own else (getattr, (self.module, "forward"))
-
-
-def _same(x: Any) -> Any:
-    return x
-
 
 def hold_parts(engine: RunsParts, model: nn.Module) -> None:
     """Makes the calls of all submodules with parameters forwards of the engine."""
     for name, module in model.named_modules():
         has_forward = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
         if name and has_forward and any(True for _ in module.parameters()):
-            module.__dict__["forward"] = PartForward(engine, name, module)
+            PartForward(engine, name, module)
 
 
 def release_parts(model: nn.Module) -> None:
@@ -87,5 +108,4 @@ def release_parts(model: nn.Module) -> None:
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, PartForward):
-            del module.__dict__["forward"]
-            module.__dict__.update(forward.own)
+            forward.undo()

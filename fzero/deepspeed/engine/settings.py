@@ -53,19 +53,6 @@ class Settings:
         me = launched()
         return self.engine.device.index or 0 if me is None else me.local_rank
 
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self.engine.train_step.plan.row.shards("grads")
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self.engine.train_step.plan.row.shards("params")
-
-    @property
-    def _optimizer_device(self) -> str | None:
-        return getattr(self.engine.cfg.zero_optimization.offload_optimizer, "device", None)
-
-    def zero_cpu_offload(self) -> bool:
-        return self._optimizer_device == "cpu"
-
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The dtypes of the largest flat buffer's parameters and of its accumulated
         gradients.
@@ -90,9 +77,6 @@ class Settings:
             for one in self.engine.train_step.runtime.updater.optimizers
         ]
 
-    def scheduler_name(self) -> str | None:
-        return None if self.engine.cfg.scheduler is None else self.engine.cfg.scheduler.type
-
     def zero_overlap_comm(self) -> bool:
         """As configured; DeepSpeed's default is true in stage 3 only."""
         return bool(
@@ -103,29 +87,14 @@ class Settings:
             )
         )
 
-    def zero_use_cpu_optimizer(self) -> bool:
-        return self._optimizer_device in ("cpu", "nvme")
-
-    def zero_nvme_offload_optimizer(self) -> bool:
-        return self._optimizer_device == "nvme"
-
     def is_first_weights_partition_group(self) -> bool:
         """Whether this rank is in the first group that shards the weights among itself."""
         size = int(look_up(self.engine.config, "zero_optimization.mics_shard_size", -1))
         return (
             self.engine.train_step.rank < size
             if size > 0
-            else self.zero_optimization_partition_weights()
+            else self.engine.train_step.plan.row.shards("params")
         )
-
-    def checkpoint_tag_validation_enabled(self) -> bool:
-        return self.engine.keys.checkpoint.tag_validation != "IGNORE"
-
-    def checkpoint_tag_validation_fail(self) -> bool:
-        return self.engine.keys.checkpoint.tag_validation == "FAIL"
-
-    def postscale_gradients(self) -> bool:
-        return not self.engine.cfg.prescale_gradients
 
     @property
     def communication_data_type(self) -> torch.dtype:
@@ -179,7 +148,11 @@ class Settings:
         this rank's.
         """
         rank = self.engine.train_step.data_rank if pp_placeholder is None else pp_placeholder
-        name = MODEL_OF_RANK.format(rank) if self.zero_optimization_partition_weights() else MODEL
+        name = (
+            MODEL_OF_RANK.format(rank)
+            if self.engine.train_step.plan.row.shards("params")
+            else MODEL
+        )
         if mp_placeholder is not None:
             name = name.replace("mp_rank_00", f"mp_rank_{mp_placeholder}")
         return os.path.join(checkpoints_path, str(tag), name)

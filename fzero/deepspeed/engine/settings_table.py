@@ -10,6 +10,7 @@ which have no counterpart here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 _ZERO, _OFFLOAD, _FP16, _BF16 = (
@@ -75,7 +76,16 @@ GIVEN: dict[str, tuple[str, Any]] = {
 }
 """Method: the key of the configuration, and DeepSpeed's default."""
 
-READ: dict[str, tuple[str, type | None]] = {
+
+def _device_of(block: Any) -> str | None:
+    return getattr(block, "device", None)
+
+
+def _dump(block: Any) -> dict[str, Any]:
+    return dict(block.model_dump())
+
+
+READ: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
     "bfloat16_enabled": ("cfg.bf16.enabled", bool),
     "dataloader_drop_last": ("keys.dataloader_drop_last", bool),
     "dump_state": ("keys.dump_state", bool),
@@ -100,9 +110,51 @@ READ: dict[str, tuple[str, type | None]] = {
     "zero_optimization": ("train_step.plan.row.number", bool),
     "zero_optimization_stage": ("train_step.plan.row.number", int),
     "zero_reduce_bucket_size": ("cfg.zero_optimization.reduce_bucket_size", None),
+    "checkpoint_tag_validation_enabled": (
+        "keys.checkpoint.tag_validation",
+        lambda reaction: reaction != "IGNORE",
+    ),
+    "checkpoint_tag_validation_fail": (
+        "keys.checkpoint.tag_validation",
+        lambda reaction: reaction == "FAIL",
+    ),
+    "curriculum_enabled_legacy": (
+        "data_schedules.curriculum_scheduler_legacy",
+        lambda scheduler: scheduler is not None,
+    ),
+    "curriculum_learning_enabled": ("data_schedules.efficiency.samples_by_difficulty", bool),
+    "data_efficiency_config": ("data_schedules.efficiency", _dump),
+    "data_efficiency_enabled": ("data_schedules.efficiency.enabled", bool),
+    "data_sampling_config": ("data_schedules.efficiency.data_sampling", _dump),
+    "data_sampling_enabled": ("cfg.samples", bool),
+    "pld_enabled": ("cfg.drops_layers", bool),
+    "pld_gamma": ("data_schedules.layer_drop.gamma", None),
+    "pld_theta": ("data_schedules.layer_drop.theta", None),
+    "postscale_gradients": ("cfg.prescale_gradients", lambda before: not before),
+    "random_ltd_enabled": ("cfg.drops_tokens", bool),
+    "scheduler_name": ("cfg.scheduler", lambda block: getattr(block, "type", None)),
+    "zero_nvme_offload_optimizer": (
+        "cfg.zero_optimization.offload_optimizer",
+        lambda block: _device_of(block) == "nvme",
+    ),
+    "zero_optimization_partition_gradients": (
+        "train_step.plan.row",
+        lambda row: row.shards("grads"),
+    ),
+    "zero_optimization_partition_weights": (
+        "train_step.plan.row",
+        lambda row: row.shards("params"),
+    ),
+    **dict.fromkeys(
+        ("zero_cpu_offload", "zero_use_cpu_optimizer"),
+        (
+            "cfg.zero_optimization.offload_optimizer",
+            lambda block: _device_of(block) in ("cpu", "nvme"),
+        ),
+    ),
 }
 """Method: the attribute of the engine that it returns, such as a key of its
-configuration, and its type: null counts as false.
+configuration, and the function that makes the method's result of it.
 """
 
 PLACES: dict[str, str] = {
