@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fzero import estimation, graph
 from fzero.comms.axes import AbstractAxis, RankAxis
+from fzero.pipeline.pipeline import Pipeline
 from fzero.plans.plan import Plan
 from fzero.plans.staged import StagedPlan
 from fzero.runtime.step_runtime import StepRuntime
@@ -47,8 +49,6 @@ def chosen(pipeline: Any, mesh: Any) -> Parallelism | None:
     """
     if pipeline is None and "pipe" not in getattr(getattr(mesh, "mesh", mesh), "names", ()):
         return None
-    from fzero.pipeline.pipeline import Pipeline  # a step without a pipeline does not load it
-
     return Pipeline() if pipeline is None else Pipeline.of(pipeline)
 
 
@@ -60,10 +60,5 @@ def parallelism_of(spec: StepSpec) -> Parallelism:
 def explain(step: Any, batch: Any, *, machine: MachineModel | None) -> Explained:
     """See `TrainStep.explain`."""
     if parallelism_of(step.spec).is_uniform:
-        # importing Dynamo takes longer than all of fzero
-        from fzero.graph import explain as of_graph
-
-        return of_graph.explain(step, batch, machine=machine)
-    from fzero.estimation.pipelines import explain_pipeline
-
-    return explain_pipeline(step, batch, machine=machine)
+        return graph.explain.explain(step, batch, machine=machine)
+    return estimation.pipelines.explain_pipeline(step, batch, machine=machine)

@@ -21,15 +21,16 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 import optree
 import torch
 from torch import Tensor, nn
 
+from fzero import graph
 from fzero.comms.axes import AbstractAxis, CollectiveError, LockstepAxis
 from fzero.comms.lockstep import Hub, StuckError
 from fzero.comms.records import CommRecord
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BackendName = Literal["inductor", "aot_eager"]
+AtOnce = Callable[[Any, TrainState[Tensor], Any], tuple[TrainState[Tensor], Metrics]]
+"""A step of all ranks at once, of the ranks, their state and their batch."""
 
 
 def stacked(trees: Sequence[Any]) -> Any:
@@ -102,6 +105,93 @@ def unstacked(tree: Any, world_size: int) -> list[Any]:
     ]
 
 
+class RankTrees(Protocol):
+    """How the states and batches of all ranks are one."""
+
+    def states_of(self, state: Any) -> list[TrainState[Tensor]]:
+        """The state of each rank."""
+        ...
+
+    def joined(self, states: Sequence[TrainState[Tensor]], before: Any) -> Any:
+        """The state of all ranks; `before` is the one that the step has taken."""
+        ...
+
+    def joined_weights(self, of_ranks: Sequence[dict[str, Tensor]], state: Any) -> Any:
+        """The weights of all ranks by flat buffer."""
+        ...
+
+    def take(self, state: Any, states: Sequence[TrainState[Tensor]]) -> None:
+        """Marks a state as donated if a rank has taken its part."""
+        ...
+
+    def batches_of(self, batch: Any, num_micro_steps: int) -> list[Any]:
+        """The batch of every rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StackedTrees:
+    """Every tensor has a leading dimension of ranks."""
+
+    world_size: int
+
+    def states_of(self, state: Any) -> list[TrainState[Tensor]]:
+        return unstacked(state, self.world_size)
+
+    def joined(self, states: Sequence[TrainState[Tensor]], before: Any) -> Any:
+        return stacked(states) if before is None else _restacked(before, states)
+
+    def joined_weights(self, of_ranks: Sequence[dict[str, Tensor]], state: Any) -> Any:
+        return {key: state.master.get(key, state.params[key]) for key in of_ranks[0]}
+
+    def take(self, state: Any, states: Sequence[TrainState[Tensor]]) -> None:
+        if any(map(is_donated, states)) and not is_donated(state):
+            taken(state)
+
+    def batches_of(self, batch: Any, num_micro_steps: int) -> list[Any]:
+        if not isinstance(batch, Iterator):
+            return unstacked(batch, self.world_size)
+        by_step = [unstacked(one, self.world_size) for one in islice(batch, num_micro_steps)]
+        return [iter(own) for own in zip(*by_step)] or [iter(()) for _ in range(self.world_size)]
+
+
+@dataclass(frozen=True, slots=True)
+class StageTrees:
+    """Those of a pipeline, whose stages hold different parameters: a state is a list
+    with the `TrainState` of each rank. A batch has a leading dimension of the ranks
+    along "data": all stages of one pipeline read the same samples.
+    """
+
+    world_size: int
+    num_data: int
+
+    def states_of(self, state: Any) -> list[TrainState[Tensor]]:
+        if not isinstance(state, list) or len(state) != self.world_size:
+            raise ValueError(
+                f"simulate: a pipeline's state must be a list with the TrainState of each of "
+                f"{self.world_size} ranks, got {type(state).__name__}; pass that of init() or of "
+                f"the last step"
+            )
+        return state
+
+    def joined(self, states: Sequence[TrainState[Tensor]], before: Any) -> Any:
+        return list(states)
+
+    def joined_weights(self, of_ranks: Sequence[dict[str, Tensor]], state: Any) -> Any:
+        return list(of_ranks)
+
+    def take(self, state: Any, states: Sequence[TrainState[Tensor]]) -> None:
+        """Each rank's own state is marked already."""
+
+    def batches_of(self, batch: Any, num_micro_steps: int) -> list[Any]:
+        places = [rank % self.num_data for rank in range(self.world_size)]
+        if not isinstance(batch, Iterator):
+            parts = unstacked(batch, self.num_data)
+            return [parts[place] for place in places]
+        by_step = [unstacked(one, self.num_data) for one in islice(batch, num_micro_steps)]
+        return [iter([one[place] for one in by_step]) for place in places]
+
+
 class LockstepRanks:
     """A train step whose ranks take turns in this process; made by `simulate`.
 
@@ -130,6 +220,12 @@ class LockstepRanks:
         # their models share tensors with the user's, which `_origin` checks
         for step in self.steps:
             step.runtime.learned.origin.close()
+        self._trees: RankTrees = (
+            StackedTrees(world_size)
+            if parallelism_of(spec).is_uniform
+            else StageTrees(world_size, self.plan.world_size)
+        )
+        self._at_once: AtOnce | None = None
 
     @property
     def plan(self) -> Plan:
@@ -156,13 +252,19 @@ class LockstepRanks:
             batch: the batch of all ranks, each tensor with a leading dimension of
                 ranks; or an iterator of such micro-batches.
         """
+        if self._at_once is not None:
+            return self._at_once(self, state, batch)
+        return self._in_turn(state, batch)
+
+    def _in_turn(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
+        """One step, rank after rank."""
         self._origin.leave(partial(self._differing, state))
         states, batches = self.states_of(state), self.batches_of(batch)
         try:
             results = self.on_each(lambda rank: self.steps[rank](states[rank], batches[rank]))
             return self.joined([new for new, _ in results], state), results[0][1]
         finally:
-            self.take(state, states)
+            self._trees.take(state, states)
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, as `TrainStep.evaluate`."""
@@ -175,11 +277,14 @@ class LockstepRanks:
         states = self.states_of(state)
         return self.on_each(lambda rank: self.steps[rank].gather(states[rank], to="rank0"))[0]
 
-    def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
-        """The weights by flat buffer, stacked, as `TrainStep.weights`."""
+    def weights(self, state: TrainState[Tensor]) -> Any:
+        """The weights by flat buffer, stacked, as `TrainStep.weights`; in a pipeline a
+        list with those of each rank.
+        """
         states = self.states_of(state)
-        self.on_each(lambda rank: self.steps[rank].weights(states[rank]))  # checks the states
-        return {b.key: state.master.get(b.key, state.params[b.key]) for b in self.plan.flat_buffers}
+        return self._trees.joined_weights(
+            self.on_each(lambda rank: self.steps[rank].weights(states[rank])), state
+        )
 
     def with_weights(
         self, state: TrainState[Tensor], weights: Mapping[str, Tensor]
@@ -220,28 +325,18 @@ class LockstepRanks:
 
     def states_of(self, state: Any) -> list[TrainState[Tensor]]:
         """The state of each rank."""
-        return unstacked(state, self.world_size)
+        return self._trees.states_of(state)
 
     def joined(
         self, states: Sequence[TrainState[Tensor]], before: Any = None
     ) -> TrainState[Tensor]:
         """The state of all ranks; `before` is the one that the step has taken."""
-        state: TrainState[Tensor] = (
-            stacked(states) if before is None else _restacked(before, states)
-        )
+        state: TrainState[Tensor] = self._trees.joined(states, before)
         return state
-
-    def take(self, state: Any, states: Sequence[TrainState[Tensor]]) -> None:
-        """Marks a state as donated if a rank has taken its part."""
-        if any(map(is_donated, states)) and not is_donated(state):
-            taken(state)
 
     def batches_of(self, batch: Any) -> list[Any]:
         """The batch of every rank."""
-        if not isinstance(batch, Iterator):
-            return unstacked(batch, self.world_size)
-        by_step = [unstacked(b, self.world_size) for b in islice(batch, self.plan.num_micro_steps)]
-        return [iter(of_rank) for of_rank in zip(*by_step)] or [iter(()) for _ in self.steps]
+        return self._trees.batches_of(batch, self.plan.num_micro_steps)
 
     def on_each(self, function: Callable[[int], T]) -> list[T]:
         """The results of `function(rank)` for every rank, each on its own thread; it
@@ -284,6 +379,7 @@ class VmapRanks(LockstepRanks):
         self._backend = compile
         self._stacked = Stacked(self.plan.mesh, self.plan.axes)
         self.one_step = self._make(compile)
+        self._at_once = VmapRanks._all  # without this object, of which there may be copies
 
     @property
     def is_in_lockstep(self) -> bool:
@@ -309,10 +405,10 @@ class VmapRanks(LockstepRanks):
 
     def _make(self, compile: BackendName | None) -> TrainStep:
         """A step of all ranks at once."""
-        from fzero.graph.program import GraphProgram
-
         step = self.one_rank()
-        program = GraphProgram.make(step.runtime, compile, self._stacked, until="update")
+        program = graph.program.GraphProgram.make(
+            step.runtime, compile, self._stacked, until="update"
+        )
         step.runtime = replace(step.runtime, runs=program)
         return step
 
@@ -334,9 +430,10 @@ class VmapRanks(LockstepRanks):
                 f"torch.vmap ignores; pass compile=None"
             )
 
-    def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
+    def _all(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
+        """One step of all ranks at once."""
         if self.is_in_lockstep:
-            return super().__call__(state, batch)
+            return self._in_turn(state, batch)
         batches = zip(self.steps, self.batches_of(batch), strict=True)
         split = [list(step.runtime.batches.split(own)) for step, own in batches]
         self.check_state(state)
@@ -366,7 +463,7 @@ class VmapRanks(LockstepRanks):
                 ) from error
         # The iterator's micro-batches are taken already. An error in lockstep, too, is not vmap's,
         # and is raised unchanged.
-        result = super().__call__(state, iter(micro_batches))
+        result = self._in_turn(state, iter(micro_batches))
         warnings.warn(f"{reason}; the ranks run in lockstep, which takes longer", stacklevel=2)
         self._runs_by = "lockstep"
         return result
@@ -389,47 +486,6 @@ class VmapRanks(LockstepRanks):
         return next_state(
             run.rules, collected, taken(state), outcome._replace(loss_scale=outcome_W.loss_scale)
         )
-
-
-class PipelineRanks(LockstepRanks):
-    """A pipelined train step whose ranks take turns in this process; made by
-    `simulate`.
-
-    Stages hold different parameters. So a state is a list with the `TrainState` of each
-    rank. A batch has a leading dimension of the ranks along "data": all stages of one
-    pipeline read the same samples.
-    """
-
-    def states_of(self, state: Any) -> list[TrainState[Tensor]]:
-        if not isinstance(state, list) or len(state) != self.world_size:
-            raise ValueError(
-                f"simulate: a pipeline's state must be a list with the TrainState of each of "
-                f"{self.world_size} ranks, got {type(state).__name__}; pass that of init() or of "
-                f"the last step"
-            )
-        return state
-
-    def joined(self, states: Sequence[TrainState[Tensor]], before: Any = None) -> Any:
-        return list(states)
-
-    def take(self, state: Any, states: Sequence[TrainState[Tensor]]) -> None:
-        """Each rank's own state is marked already."""
-
-    def weights(self, state: Any) -> Any:
-        """The weights of each rank by flat buffer, as `TrainStep.weights`."""
-        return [
-            step.weights(own) for step, own in zip(self.steps, self.states_of(state), strict=True)
-        ]
-
-    def batches_of(self, batch: Any) -> list[Any]:
-        num_data = self.plan.world_size
-        if not isinstance(batch, Iterator):
-            parts = unstacked(batch, num_data)
-            return [parts[rank % num_data] for rank in range(self.world_size)]
-        taken_now = [unstacked(one, num_data) for one in islice(batch, self.plan.num_micro_steps)]
-        return [
-            iter([one[rank % num_data] for one in taken_now]) for rank in range(self.world_size)
-        ]
 
 
 def simulate(
@@ -488,7 +544,7 @@ def simulate(
                 "simulate: a pipeline must run in lockstep, because its stages are different "
                 "programs; pass by='lockstep'"
             )
-        return PipelineRanks(step.spec, world_size, mesh=mesh)
+        return LockstepRanks(step.spec, world_size, mesh=mesh)
     if by == "lockstep":
         if compile is not None:
             raise ValueError(

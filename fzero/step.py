@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from fzero import parallelism
+from fzero import graph, parallelism
 from fzero.common.arguments import check_callable
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
@@ -516,9 +516,7 @@ class TrainStep:
         allocates, sends and changes nothing: state and batch are tensors without memory
         (`FakeTensorMode`), and tensors of `batch` may be on `meta`.
         """
-        from fzero.graph.explain import trace
-
-        return trace(self, batch)
+        return graph.explain.trace(self, batch)
 
     def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Explained:
         """The schedule of a step: compute and collectives over time, and below them the
@@ -566,10 +564,8 @@ def _with_program(run: StepRuntime) -> StepRuntime:
     if run.runs is not None:
         return run
     if run.spec.compile == "step":
-        # importing Dynamo takes longer than all of fzero
-        from fzero.graph.program import GraphProgram
-
-        return replace(run, runs=GraphProgram.make(run, run.spec.compile_backend))
+        program = graph.program.GraphProgram.make(run, run.spec.compile_backend)
+        return replace(run, runs=program)
     return replace(run, runs=Eager())
 
 

@@ -7,10 +7,9 @@ modules that cut tensors (`sharding.views`), simulate collectives (`sharding.ref
 and generate test inputs (`sharding.testing`) are imported by name.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from sharding.buckets import plan_buckets
 from sharding.dtypes import itemsize
+from sharding.flat_runs import Box, boxes
 from sharding.layout import FlatLayout, Fragment
 from sharding.order import Order, declaration, round_robin
 from sharding.partition import NearEqualSplit, Partition
@@ -25,10 +24,7 @@ from sharding.specs import (
     Spec,
     TensorSpec,
 )
-
-if TYPE_CHECKING:
-    from sharding.flat_runs import Box, boxes
-    from sharding.transfer import Move, moves_between, moves_from, moves_to, plan_transfer
+from sharding.transfer import Move, moves_between, moves_from, moves_to, plan_transfer
 
 __all__ = [
     "DATA",
@@ -57,14 +53,3 @@ __all__ = [
     "plan_transfer",
     "round_robin",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """The names of two modules that a step does not need: boxes are for checkpoints,
-    transfers for a change of the layout.
-    """
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from sharding import flat_runs, transfer
-
-    return getattr(flat_runs if hasattr(flat_runs, name) else transfer, name)

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from fzero.attention.blocks import attend_blocks
@@ -271,15 +272,13 @@ def _flex(
             f"{query.device.type!r}, where PyTorch has no backward for it; pass backend='blocks'"
         )
     mask = _block_mask(layout, block, causal, str(query.device))
-    run = _compiled_flex() if on_cuda else _flex_attention()
+    run: Callable[..., Any] = _compiled_flex() if on_cuda else flex_attention
     attended: Tensor = run(query, key, value, block_mask=mask, scale=scale)
     return attended
 
 
 @lru_cache(maxsize=32)
 def _block_mask(layout: Layout, block: int, causal: bool, device: str) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     length = layout.num_blocks * block
     keeps = mask_mod(layout, block, causal=causal, device=device)
     heads = None if layout.num_heads == 1 else layout.num_heads
@@ -288,15 +287,9 @@ def _block_mask(layout: Layout, block: int, causal: bool, device: str) -> Any:
     )
 
 
-def _flex_attention() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention  # type: ignore[return-value]
-
-
 @lru_cache(maxsize=1)
 def _compiled_flex() -> Callable[..., Tensor]:
-    return torch.compile(_flex_attention(), dynamic=False)
+    return torch.compile(flex_attention, dynamic=False)
 
 
 _KERNELS: dict[str, Callable[..., Tensor]] = {"sdpa": _sdpa, "blocks": _blocks, "flex": _flex}

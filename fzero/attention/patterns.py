@@ -31,7 +31,13 @@ class Pattern(ABC):
     different_layout_per_head: bool = False
 
     def __post_init__(self) -> None:
-        for name, rule in self.rules().items():
+        known = get_args(Attention)
+        wrong = (
+            f"must be {' or '.join(map(repr, known))}, got {self.direction!r}"
+            if self.direction not in known
+            else ""
+        )
+        for name, rule in ({"attention": wrong} | self.rules()).items():
             if rule:
                 raise ValueError(f"{type(self).__name__}.{name}: {rule}")
 
@@ -41,15 +47,9 @@ class Pattern(ABC):
         given: Attention = getattr(self, "attention", "bidirectional")
         return given
 
+    @abstractmethod
     def rules(self) -> dict[str, str]:
-        """By option what is wrong with it; an empty text is nothing."""
-        known = get_args(Attention)
-        wrong = (
-            f"must be {' or '.join(map(repr, known))}, got {self.direction!r}"
-            if self.direction not in known
-            else ""
-        )
-        return {"attention": wrong}
+        """By option of its own what is wrong with it; an empty text is nothing."""
 
     def layout(self, num_blocks: int, *, heads: int = 1, seed: int = 0, layer: int = 0) -> Layout:
         """The layout of `num_blocks` blocks.
@@ -93,6 +93,9 @@ class Dense(Pattern):
     ##
     """
 
+    def rules(self) -> dict[str, str]:
+        return {}
+
     def head_rows(self, num_blocks: int, head: int, random: Random) -> Sequence[int]:
         return [span(0, num_blocks, num_blocks)] * num_blocks
 
@@ -130,7 +133,7 @@ class Fixed(Pattern):
             self.num_global_blocks,
             self.num_different_global_patterns,
         )
-        found = super().rules() | positive(
+        found = positive(
             self, "num_local_blocks", "num_global_blocks", "num_different_global_patterns"
         )
         if any(found.values()):
@@ -192,12 +195,7 @@ class Variable(Pattern):
 
     def rules(self) -> dict[str, str]:
         sizes = self.local_window_blocks
-        found = (
-            super().rules()
-            | _not_negative(self, "num_random_blocks")
-            | _ranges(self)
-            | _both_ways(self)
-        )
+        found = _not_negative(self, "num_random_blocks") | _ranges(self) | _both_ways(self)
         if not sizes or min(sizes) < 1:
             found["local_window_blocks"] = (
                 f"must be sizes of at least 1, one or more, got {list(sizes)}"
@@ -230,11 +228,7 @@ class BigBird(Pattern):
 
     def rules(self) -> dict[str, str]:
         names = ("num_random_blocks", "num_global_blocks")
-        return (
-            super().rules()
-            | _not_negative(self, *names)
-            | positive(self, "num_sliding_window_blocks")
-        )
+        return _not_negative(self, *names) | positive(self, "num_sliding_window_blocks")
 
     def head_rows(self, num_blocks: int, head: int, random: Random) -> Sequence[int]:
         self._needs("num_global_blocks", num_blocks)
@@ -267,7 +261,7 @@ class BSLongformer(Pattern):
     attention: Attention = "bidirectional"
 
     def rules(self) -> dict[str, str]:
-        return super().rules() | positive(self, "num_sliding_window_blocks") | _ranges(self)
+        return positive(self, "num_sliding_window_blocks") | _ranges(self)
 
     def head_rows(self, num_blocks: int, head: int, random: Random) -> Sequence[int]:
         rows = sliding(num_blocks, self.num_sliding_window_blocks)
@@ -292,7 +286,7 @@ class Local(Pattern):
     attention: Attention = "unidirectional"
 
     def rules(self) -> dict[str, str]:
-        return super().rules() | positive(self, "num_sliding_window_blocks")
+        return positive(self, "num_sliding_window_blocks")
 
     def head_rows(self, num_blocks: int, head: int, random: Random) -> Sequence[int]:
         rows = sliding(num_blocks, self.num_sliding_window_blocks)

@@ -43,9 +43,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fzero.checkpoint.dcp_metadata import read_metadata
 from fzero.checkpoint.folders import CONTENTS, METADATA, CheckpointError, checksum_of, inside
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice
-from fzero.common.pickles import read_metadata
 from sharding import boxes
 from sharding.views import dtype_name, torch_dtype
 

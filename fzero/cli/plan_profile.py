@@ -260,7 +260,7 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
         with _writing("--out", given.out):
             fitting.save(given.out)
     if given.picture and fitting.best is not None:
-        _draw(given.picture, f"{found.description}, {fitting.best.name}", fitting.best.column.step)
+        _draw(given.picture, f"{found.description}, {fitting.best.name}", fitting.best.step)
     return _under(found, batch_text, fitting), data
 
 

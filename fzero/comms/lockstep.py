@@ -32,6 +32,8 @@ class StuckError(RuntimeError):
 class Hub:
     """Carries messages between `size` ranks of one process.
 
+    `sees(source, value)` is called with every message that a rank sends.
+
     The n-th call of `expect` for a source and a target names the n-th message sent
     between them, in whatever order they are received.
 
@@ -43,8 +45,13 @@ class Hub:
     ['of rank 1', 'of rank 0']
     """
 
-    def __init__(self, size: int, device: torch.device = CPU) -> None:
-        self.size, self._device = size, device
+    def __init__(
+        self,
+        size: int,
+        device: torch.device = CPU,
+        sees: Callable[[int, Any], None] | None = None,
+    ) -> None:
+        self.size, self._device, self._sees = size, device, sees
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._clear()
 
@@ -106,8 +113,15 @@ class Hub:
 
     def send(self, source: int, target: int, value: Any) -> None:
         """Sends a message. Its value must not change afterwards."""
+        if self._sees is not None:
+            self._sees(source, value)
         self._mail[source, target, self._num_sent[source, target]] = value
         self._num_sent[source, target] += 1
+
+    @property
+    def num_left(self) -> int:
+        """Messages that no rank received."""
+        return len(self._mail)
 
     def expect(self, source: int, target: int) -> tuple[int, int, int]:
         """The next message from `source` to `target`, to be received once."""

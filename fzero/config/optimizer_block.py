@@ -4,8 +4,8 @@ default. The others are in `optimizers`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ValidationError
 from torch import Tensor
@@ -37,6 +37,26 @@ class AdamWParams(MomentParams):
     """Has no effect, as in DeepSpeed: AdamW always decouples the weight decay."""
 
 
+def _of_own_name(block: OptimizerBlock, values: dict[str, Any], kind: str) -> Transform:
+    made: Transform = getattr(optim, block.type.lower())(**values)
+    return made
+
+
+class UpdateRules(NamedTuple):
+    """How an optimizer updates parameters. Some have several rules, by name; each rule
+    has flat buffers of its own.
+    """
+
+    make: Callable[[Any, dict[str, Any], str], Transform] = _of_own_name
+    """The transform of a block, its hyper-parameters and an update rule."""
+    of: Callable[[str, tuple[int, ...]], str] = lambda name, shape: ""
+    """The update rule of a parameter, by its name and shape."""
+    names: tuple[str, ...] = ()
+    """The update rules, one of which a transform must get."""
+    of_wholes: frozenset[str] = frozenset()
+    """The update rules that look at full parameters."""
+
+
 class OptimizerBlock(Block):
     """The base of all optimizers: a name, hyper-parameters, and the transform that they
     make.
@@ -47,6 +67,8 @@ class OptimizerBlock(Block):
     step, and a trace has no numbers.
     """
 
+    rules: ClassVar[UpdateRules] = UpdateRules()
+
     type: str
     params: Any
 
@@ -56,13 +78,11 @@ class OptimizerBlock(Block):
 
     def is_elementwise(self, kind: str) -> bool:
         """Whether the update rule `kind` treats each element separately."""
-        return True
+        return kind not in self.rules.of_wholes
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
-        """The update rule of a parameter, where the optimizer has several; each rule
-        has flat buffers of its own.
-        """
-        return ""
+        """The update rule of a parameter."""
+        return self.rules.of(name, shape)
 
     def transform(
         self,
@@ -88,31 +108,31 @@ class OptimizerBlock(Block):
         if momentum is not None:
             values["betas"] = (momentum, values["betas"][1])
         self._check(kind, contents)
-        return self._make(
-            values if self.is_elementwise(kind) else {**values, "contents": contents}, kind
-        )
+        if not self.is_elementwise(kind):
+            values["contents"] = contents
+        return self.rules.make(self, values, kind)
 
     def _check(self, kind: str, contents: ShardContents | None) -> None:
+        if self.rules.names and kind not in self.rules.names:
+            raise ValueError(
+                f"{self.type}: the kind of parameters must be "
+                f"{' or '.join(map(repr, self.rules.names))}, got {kind!r}; ask kind_of"
+            )
         if contents is None and not self.is_elementwise(kind):
             raise ValueError(
                 f"{self.type}: looks at full parameters, so that its transform needs contents, got "
                 f"None; pass them"
             )
 
-    def _make(self, values: dict[str, Any], kind: str) -> Transform:
-        """The transform of these hyper-parameters: by default the one that has the
-        optimizer's name.
-        """
-        made: Transform = getattr(optim, self.type.lower())(**values)
-        return made
+
+def _adamw(block: OptimizerBlock, values: dict[str, Any], kind: str) -> Transform:
+    return optim.adamw(**{key: value for key, value in values.items() if key != "adam_w_mode"})
 
 
 class AdamW(OptimizerBlock):
+    rules: ClassVar = UpdateRules(_adamw)
     type: Literal["AdamW"] = "AdamW"
     params: AdamWParams = AdamWParams()
-
-    def _make(self, values: dict[str, Any], kind: str) -> Transform:
-        return optim.adamw(**{key: value for key, value in values.items() if key != "adam_w_mode"})
 
 
 def with_overrides(

@@ -17,11 +17,11 @@ from fzero.config.optimizer_block import (
     AdamW as AdamW,
     MomentParams,
     OptimizerBlock as OptimizerBlock,
+    UpdateRules,
 )
 from fzero.optim.torch_classes import classes, find
 
 if TYPE_CHECKING:
-    from fzero.optim.fragments import ShardContents
     from fzero.optim.transforms import Transform
 
 
@@ -141,12 +141,14 @@ class MuonParams(Block):
         return self
 
 
+def _adam(block: OptimizerBlock, values: dict[str, Any], kind: str) -> Transform:
+    return (optim.adamw if values.pop("adam_w_mode") else optim.adam)(**values)
+
+
 class Adam(OptimizerBlock):
+    rules: ClassVar = UpdateRules(_adam)
     type: Literal["Adam"] = "Adam"
     params: AdamParams = AdamParams()
-
-    def _make(self, values: dict[str, Any], kind: str) -> Transform:
-        return (optim.adamw if values.pop("adam_w_mode") else optim.adam)(**values)
 
 
 class SGD(OptimizerBlock):
@@ -165,55 +167,44 @@ class Lion(OptimizerBlock):
 
 
 class Lamb(OptimizerBlock):
+    rules: ClassVar = UpdateRules(of_wholes=frozenset({""}))
     type: Literal["Lamb"] = "Lamb"
     params: LambParams = LambParams()
 
-    def is_elementwise(self, kind: str) -> bool:
-        return False
+
+def _rule_of_adafactor(name: str, shape: tuple[int, ...]) -> str:
+    return "matrix" if len(shape) >= 2 else "vector"
 
 
 class Adafactor(OptimizerBlock):
+    rules: ClassVar = UpdateRules(
+        of=_rule_of_adafactor, of_wholes=frozenset({"", "matrix", "vector"})
+    )
     type: Literal["Adafactor"] = "Adafactor"
     params: AdafactorParams = AdafactorParams()
 
-    def is_elementwise(self, kind: str) -> bool:
-        return False
 
-    def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
-        return "matrix" if len(shape) >= 2 else "vector"
+def _rule_of_muon(name: str, shape: tuple[int, ...]) -> str:
+    """Muon for matrices without embeddings and the output layer, Adam for the rest, as
+    in DeepSpeed.
+    """
+    is_other = any(x in name.lower() for x in ("embed", "lm_head"))
+    return "muon" if len(shape) >= 2 and not is_other else "adam"
+
+
+def _muon(block: Muon, values: dict[str, Any], kind: str) -> Transform:
+    own_lr, now, configured = values[f"{kind}_lr"], values["lr"], block.params.lr
+    lr = now if own_lr is None else own_lr * (now / configured if configured else 1.0)
+    if kind == "adam":
+        return optim.adamw(lr, **{key: values[key] for key in ("betas", "eps", "weight_decay")})
+    taken = ("momentum", "weight_decay", "ns_steps", "ns_method", "nesterov", "contents")
+    return optim.muon(lr, **{key: values[key] for key in taken})
 
 
 class Muon(OptimizerBlock):
+    rules: ClassVar = UpdateRules(_muon, _rule_of_muon, ("muon", "adam"), frozenset({"muon"}))
     type: Literal["Muon"] = "Muon"
     params: MuonParams = MuonParams()
-
-    def is_elementwise(self, kind: str) -> bool:
-        return kind == "adam"
-
-    def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
-        """Muon for matrices without embeddings and the output layer, Adam for the rest,
-        as in DeepSpeed.
-        """
-        return (
-            "muon"
-            if len(shape) >= 2 and not any(x in name.lower() for x in ("embed", "lm_head"))
-            else "adam"
-        )
-
-    def _check(self, kind: str, contents: ShardContents | None) -> None:
-        if kind not in ("muon", "adam"):
-            raise ValueError(
-                f"Muon: the kind of parameters must be 'muon' or 'adam', got {kind!r}; ask kind_of"
-            )
-        super()._check(kind, contents)
-
-    def _make(self, values: dict[str, Any], kind: str) -> Transform:
-        own_lr, now = values[f"{kind}_lr"], values["lr"]
-        lr = now if own_lr is None else own_lr * (now / self.params.lr if self.params.lr else 1.0)
-        if kind == "adam":
-            return optim.adamw(lr, **{key: values[key] for key in ("betas", "eps", "weight_decay")})
-        taken = ("momentum", "weight_decay", "ns_steps", "ns_method", "nesterov", "contents")
-        return optim.muon(lr, **{key: values[key] for key in taken})
 
 
 # Pydantic reads docstrings of fields from the source, which a model made at run time does not have.
@@ -224,6 +215,10 @@ class _TorchParams(Block):
     model_config = _NO_SOURCE
 
 
+def _torch(block: OptimizerBlock, values: dict[str, Any], kind: str) -> Transform:
+    return optim.torch_optim.torch_transform(find(block.type), values)
+
+
 class TorchOptimizer(OptimizerBlock):
     """Any other `type` is a class of `torch.optim`, with its parameters; refused with
     the reason where it is not elementwise.
@@ -231,14 +226,12 @@ class TorchOptimizer(OptimizerBlock):
 
     model_config = _NO_SOURCE
     is_made_before_trace: ClassVar[bool] = True
+    rules: ClassVar = UpdateRules(_torch)
 
     @model_validator(mode="after")
     def _works_on_shards(self) -> Self:
         optim.torch_optimizer(self.type, **self.params.model_dump())
         return self
-
-    def _make(self, values: dict[str, Any], kind: str) -> Transform:
-        return optim.torch_optim.torch_transform(find(self.type), values)
 
 
 OPTIMIZERS: dict[str, type[OptimizerBlock]] = {

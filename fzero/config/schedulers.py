@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -126,6 +126,9 @@ class Scheduler(Block):
     some also a momentum.
     """
 
+    one_each: ClassVar[tuple[str, ...] | None] = None
+    """The parameters whose lists have a value for each group; None is all."""
+
     params: Any
 
     def for_groups(self, num_groups: int) -> list[Self]:
@@ -141,9 +144,7 @@ class Scheduler(Block):
         >>> [one.rate(1.0)(1000) for one in both]
         [0.1, 0.2]
         """
-        lists = {
-            key: value for key, value in self.listed().items() if isinstance(value, list | tuple)
-        }
+        lists = self.listed()
         for key, value in lists.items():
             if len(value) != num_groups:
                 raise ConfigError(
@@ -152,20 +153,24 @@ class Scheduler(Block):
                     f"as there are groups"
                 )
         return [
-            self.having({key: value[i] for key, value in lists.items()}) for i in range(num_groups)
+            self._having({key: value[i] for key, value in lists.items()}) for i in range(num_groups)
         ]
 
     def listed(self) -> dict[str, Any]:
-        """The parameters that may be lists, with a value for each group."""
-        return dict(self.params)
+        """The parameters that are lists, with a value for each group."""
+        return {
+            key: value
+            for key, value in dict(self.params).items()
+            if isinstance(value, list | tuple) and key in (self.one_each or (key,))
+        }
 
-    def having(self, values: dict[str, Any]) -> Self:
+    def _having(self, values: dict[str, Any]) -> Self:
         """The scheduler with other values of parameters."""
-        return (
-            self.model_copy(update={"params": self.params.model_copy(update=values)})
-            if values
-            else self
-        )
+        if not values:
+            return self
+        known = self.params
+        params = known | values if isinstance(known, dict) else known.model_copy(update=values)
+        return self.model_copy(update={"params": params})
 
     @abstractmethod
     def rate(self, lr: float) -> Schedule:
@@ -173,7 +178,7 @@ class Scheduler(Block):
 
     def momentum(self) -> Schedule | None:
         """The first beta by the number of updates, or None where it is constant."""
-        return None
+        return self.cycle_momentum() if isinstance(self, OneCycle) else None
 
 
 class WarmupLR(Scheduler):
@@ -230,7 +235,8 @@ class OneCycle(Scheduler):
         p = self.params
         return self._cycle(p.cycle_min_lr, p.cycle_max_lr, p.decay_lr_rate)
 
-    def momentum(self) -> Schedule | None:
+    def cycle_momentum(self) -> Schedule | None:
+        """The first beta, which goes the other way than the rate."""
         p = self.params
         if not p.cycle_momentum:
             return None
@@ -258,6 +264,8 @@ class TorchScheduler(Scheduler):
     every update.
     """
 
+    one_each: ClassVar[tuple[str, ...] | None] = ("base_lr", "max_lr")
+
     type: str
     params: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
 
@@ -272,16 +280,6 @@ class TorchScheduler(Scheduler):
             )
         self.for_groups(len(next(iter(self.listed().values()), [0])))[0].rate(1.0)
         return self
-
-    def listed(self) -> dict[str, Any]:
-        return {
-            k: v
-            for k, v in self.params.items()
-            if k in ("base_lr", "max_lr") and isinstance(v, list)
-        }
-
-    def having(self, values: dict[str, Any]) -> Self:
-        return self.model_copy(update={"params": self.params | values}) if values else self
 
     def rate(self, lr: float) -> Schedule:
         return optim.lr_schedules.torch_schedule(self.type, lr, **self.params)

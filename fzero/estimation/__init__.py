@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
+    from fzero.estimation import pipelines as pipelines
     from fzero.estimation.compare import (
         Candidate as Candidate,
         Comparison as Comparison,
@@ -31,5 +32,6 @@ else:
             "generation": "Answers",
             "pipeline_layers": "estimate_layers",
             "pipelines": "PipelinePlan plan_pipeline",
+            "": "pipelines",
         },
     )

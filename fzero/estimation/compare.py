@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import optree
 from rich.console import Group
@@ -63,28 +63,96 @@ QUANTITIES = {
 """The names of quantities in the table."""
 
 
-def placed(
-    stage: int, optimizer: str = "device", params: str = "device", nvme_path: str | None = "nvme"
-) -> dict[str, Any]:
-    """The keys of `zero_optimization` for a stage and two placements; None removes a
-    key.
+SMALL_BUCKET = 1 << 22
+"""The `reduce_bucket_size` that is tried where memory is short: elements of full
+gradients that await their reduction.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The choices in which planned configurations differ.
+
+    >>> print(Choices(2, "host", checkpoints=True))
+    stage 2, optimizer state on host, activation checkpointing
     """
-    blocks = {
-        "device": None,
-        "host": {"device": "cpu"},
-        "nvme": {"device": "nvme", "nvme_path": nvme_path},
-    }
-    return {"stage": stage, "offload_optimizer": blocks[optimizer], "offload_param": blocks[params]}
+
+    stage: int
+    optimizer: str = "device"
+    params: str = "device"
+    checkpoints: bool = False
+    small: bool = False
+    # where the inputs of checkpointed modules are kept; no effect without checkpointing
+    inputs: str = "device"
+
+    @classmethod
+    def of(cls, cfg: Config) -> Self:
+        """The choices of a configuration."""
+        zero, checkpointing = cfg.zero_optimization, cfg.activation_checkpointing
+        optimizer, params = (
+            "device" if block is None else {"cpu": "host"}.get(block.device, block.device)
+            for block in (zero.offload_optimizer, zero.offload_param)
+        )
+        return cls(
+            zero.row.number,
+            optimizer,
+            params,
+            checkpoints=checkpointing.every is not None,
+            small=zero.reduce_bucket_size == SMALL_BUCKET,
+            inputs="host" if checkpointing.cpu_checkpointing else "device",
+        )
+
+    def placed(self, nvme_path: str | None = "nvme") -> dict[str, Any]:
+        """The keys of `zero_optimization` for the stage and both placements; None
+        removes a key.
+        """
+        blocks = {
+            "device": None,
+            "host": {"device": "cpu"},
+            "nvme": {"device": "nvme", "nvme_path": nvme_path},
+        }
+        return {
+            "stage": self.stage,
+            "offload_optimizer": blocks[self.optimizer],
+            "offload_param": blocks[self.params],
+        }
+
+    def keys(self, nvme_path: str | None, every: int | None = None) -> Keys:
+        """The configuration keys of these choices; the device is the default. `every`
+        n-th unit is checkpointed, None: all.
+        """
+        zero = self.placed(nvme_path)
+        if self.small:
+            zero |= {"reduce_bucket_size": SMALL_BUCKET} | (
+                {"stage3_prefetch_bucket_size": 0} if self.stage == 3 else {}
+            )
+        if not self.checkpoints:
+            return {"zero_optimization": zero}
+        block = {"every": every or 1} | (
+            {"cpu_checkpointing": True} if self.inputs == "host" else {}
+        )
+        return {"zero_optimization": zero, "activation_checkpointing": block}
+
+    def __str__(self) -> str:
+        parts = [
+            f"stage {self.stage}",
+            f"optimizer state on {self.optimizer}" * (self.optimizer != "device"),
+            f"parameters on {self.params}" * (self.params != "device"),
+            "activation checkpointing" * self.checkpoints,
+            "checkpointed inputs in host memory" * (self.checkpoints and self.inputs == "host"),
+            "a small bucket" * self.small,
+        ]
+        return ", ".join(filter(None, parts))
 
 
 VARIANTS: dict[str, Keys] = {
-    **{f"stage {stage}": placed(stage) for stage in range(4)},
+    **{f"stage {stage}": Choices(stage).placed() for stage in range(4)},
     **{
-        f"stage {n}, optimizer on {kind}": placed(n, kind)
+        f"stage {n}, optimizer on {kind}": Choices(n, kind).placed()
         for kind in ("host", "nvme")
         for n in (1, 2, 3)
     },
-    **{f"stage 3, all on {kind}": placed(3, kind, kind) for kind in ("host", "nvme")},
+    **{f"stage 3, all on {kind}": Choices(3, kind, kind).placed() for kind in ("host", "nvme")},
 }
 """The keys of `zero_optimization` that each column sets."""
 
@@ -94,8 +162,10 @@ class Candidate:
     """One configuration, and what a rank holds and sends with it.
 
     Attributes:
-        name: the stage and placements that distinguish it.
+        name: the stage and placements that distinguish it; for a rung of the ladder of
+            `fit`, its change from the rung before.
         keys: the configuration, as in a file.
+        choices: its choices.
         plan: the result of `fzero.plan`.
         step: the dry run of this plan.
         memory: bytes on a rank by kind of memory (`device`, `host`, `nvme`) and by
@@ -112,14 +182,20 @@ class Candidate:
 
     name: str
     keys: Keys
+    choices: Choices
     plan: Plan = field(repr=False)
     step: DryRun = field(repr=False)
     memory: dict[str, dict[str, int]]
     tokens: int = 0
     generating: Generating | None = None
 
+    @property
+    def activations(self) -> int:
+        """Bytes of activations at the peak; 0 if they are not counted."""
+        return self.memory["device"].get("activations", 0)
+
     def nbytes(self, kind: str) -> int:
-        """The peak bytes in one kind of memory."""
+        """The peak bytes in one kind of memory; on the device, all that are counted."""
         return sum(self.memory.get(kind, {}).values())
 
     @property
@@ -394,7 +470,8 @@ def column(
         planned, trace, machine=machine, device=device, title=name, viewed=seen, sizes=sizes
     )
     generating = None if cache is None else Generating.after(planned, step, cache)
-    return Candidate(name, keys, planned, step, memory_of(step), generating=generating)
+    memory = memory_of(step)
+    return Candidate(name, keys, Choices.of(cfg), planned, step, memory, generating=generating)
 
 
 def memory_of(step: DryRun) -> dict[str, dict[str, int]]:

@@ -119,11 +119,9 @@ class DryRun:
         """A picture of the bytes on the device over the step, with the peak. Needs
         matplotlib (extra `pictures`).
         """
-        package("matplotlib", needed_by="dry_run(…).draw()")
-        from matplotlib.figure import Figure
-
+        figures = package("matplotlib", needed_by="dry_run(…).draw()", module="matplotlib.figure")
         scale, unit = scale_of(self.nbytes)
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        figure: Figure = figures.Figure(figsize=(11, 4.2), layout="constrained")
         axes = figure.subplots()
         held = [self.state | row.held for row in self.rows]
         names = [name for name in COLORS if any(one.get(name) for one in held)]

@@ -5,101 +5,24 @@ the needs of each.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
-from fzero.config.config import Config, ConfigError
+from fzero.config.config import ConfigError
 from fzero.config.files import changed
 from fzero.estimation.activation_trace import Activations
-from fzero.estimation.compare import Candidate, Keys, column, placed, quietly
+from fzero.estimation.compare import Candidate, Choices, Keys, column, quietly
 from fzero.estimation.ledger import Device
 from fzero.plans.machine_model import MachineModel
 from fzero.runtime.batches import LossFn
 
-SMALL_BUCKET = 1 << 22
-"""The `reduce_bucket_size` that is tried where memory is short: elements of full
-gradients that await their reduction.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The choices in which the tried configurations differ."""
-
-    stage: int
-    optimizer: str = "device"
-    params: str = "device"
-    checkpoints: bool = False
-    small: bool = False
-    # where the inputs of checkpointed modules are kept; no effect without checkpointing
-    inputs: str = "device"
-
-    @classmethod
-    def of(cls, cfg: Config) -> Self:
-        """The choices of a configuration."""
-        zero = cfg.zero_optimization
-        optimizer, params = (
-            "device" if block is None else {"cpu": "host"}.get(block.device, block.device)
-            for block in (zero.offload_optimizer, zero.offload_param)
-        )
-        checkpointing, is_small = (
-            cfg.activation_checkpointing,
-            zero.reduce_bucket_size == SMALL_BUCKET,
-        )
-        inputs = "host" if checkpointing.cpu_checkpointing else "device"
-        return cls(
-            zero.row.number, optimizer, params, checkpointing.every is not None, is_small, inputs
-        )
-
-    def keys(self, nvme_path: str | None, every: int | None = None) -> Keys:
-        """The configuration keys of these choices; the device is the default. `every`
-        n-th unit is checkpointed, None: all.
-        """
-        zero = placed(self.stage, self.optimizer, self.params, nvme_path)
-        if self.small:
-            zero |= {"reduce_bucket_size": SMALL_BUCKET} | (
-                {"stage3_prefetch_bucket_size": 0} if self.stage == 3 else {}
-            )
-        if not self.checkpoints:
-            return {"zero_optimization": zero}
-        block = {"every": every or 1} | (
-            {"cpu_checkpointing": True} if self.inputs == "host" else {}
-        )
-        return {"zero_optimization": zero, "activation_checkpointing": block}
-
-
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """One configuration, and its needs."""
-
-    name: str  # its change from the rung before
-    choice: Setting
-    column: Candidate = field(repr=False)  # its plan and dry run
-
-    @property
-    def seconds(self) -> float:
-        """The duration of a step; without a batch, of its communication, streams and
-        updates alone.
-        """
-        return self.column.seconds
-
-    @property
-    def activations(self) -> int:
-        """Bytes of activations at the peak; 0 if they are not counted."""
-        return self.column.memory["device"].get("activations", 0)
-
-    @property
-    def device_nbytes(self) -> int:
-        """All counted bytes on the device, at the peak."""
-        return self.column.nbytes("device")
-
 
 class Search:
-    """Plans settings, each once."""
+    """Plans choices, each once."""
 
     def __init__(
         self,
@@ -125,12 +48,12 @@ class Search:
             if block and block.nvme_path
         ]
         self.nvme_path = nvme_path or next(iter(paths), None)
-        self.start = Setting.of(cfg)
+        self.start = Choices.of(cfg)
         self.every = cfg.activation_checkpointing.every
         self.activations = (
             Activations(model, keys, batch, loss_fn, device) if batch is not None else None
         )
-        self._planned_by: dict[Setting, Candidate | None] = {}
+        self._planned_by: dict[Choices, Candidate | None] = {}
         self.refused: dict[str, None] = {}
 
     @property
@@ -149,20 +72,20 @@ class Search:
         )
         return can_checkpoint and self.device == "cuda" and self.start.inputs == "device"
 
-    def choices(self) -> Iterator[Setting]:
-        """All settings to try, those with fewer changes first."""
+    def choices(self) -> Iterator[Choices]:
+        """All choices to try, those with fewer changes first."""
         kinds = ["device", "host", *(["nvme"] if self.nvme_path else [])]
         checkpoints = [False, True] if self._adds_checkpoints else [self.start.checkpoints]
         inputs = ["device", "host"] if self._moves_inputs else [self.start.inputs]
         for values in product(
             range(self.start.stage, 4), kinds, kinds, checkpoints, [False, True], inputs
         ):
-            choice = Setting(*values)
+            choice = Choices(*values)
             is_new = choice.checkpoints or choice.inputs == self.start.inputs
             if is_new and (choice.stage == 3 or choice.params == "device"):
                 yield choice
 
-    def ladder(self) -> Iterator[Rung]:
+    def ladder(self) -> Iterator[Candidate]:
         """One change after the other, without those that have no effect."""
         steps: list[tuple[str, dict[str, Any]]] = [
             ("as it is", {}),
@@ -185,7 +108,7 @@ class Search:
             ("parameters in files", {"params": "nvme"} if self.nvme_path else {}),
             ("smaller bucket, nothing early", {"small": True}),
         ]
-        choice, seen = self.start, set[Setting]()
+        choice, seen = self.start, set[Choices]()
         for name, changes in steps:
             following = replace(choice, **changes)
             if following not in seen and (rung := self.rung(name, following)):
@@ -193,8 +116,8 @@ class Search:
                 seen.add(following)
                 yield rung
 
-    def rung(self, name: str, choice: Setting) -> Rung | None:
-        """The planned setting; None if it is impossible. An impossible initial
+    def rung(self, name: str, choice: Choices) -> Candidate | None:
+        """The planned choice; None if it is impossible. An impossible initial
         configuration raises ConfigError.
         """
         if choice not in self._planned_by:
@@ -206,9 +129,9 @@ class Search:
                 self._planned_by[choice] = None
                 self.refused[str(error).splitlines()[0]] = None
         candidate = self._planned_by[choice]
-        return None if candidate is None else Rung(name, choice, candidate)
+        return None if candidate is None else replace(candidate, name=name)
 
-    def _planned(self, choice: Setting) -> Candidate:
+    def _planned(self, choice: Choices) -> Candidate:
         keys = (
             self.keys
             if choice == self.start

@@ -28,8 +28,8 @@ from fzero.common.arguments import check_kind
 from fzero.common.collector import collector_paused
 from fzero.common.text_tables import as_text, scale_of, shown
 from fzero.config.config import ConfigError
-from fzero.estimation.compare import Keys, keys_of, quietly, samples_of
-from fzero.estimation.fit_search import Rung, Search, Setting
+from fzero.estimation.compare import Candidate, Keys, keys_of, quietly, samples_of
+from fzero.estimation.fit_search import Search
 from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
 from fzero.estimation.pipelines import PipelinePlan, best_pipelines
@@ -48,13 +48,13 @@ class Limits:
     host: float = math.inf
     disk: float = math.inf
 
-    def hold(self, rung: Rung) -> bool:
+    def hold(self, rung: Candidate) -> bool:
         """Whether a configuration fits, while it trains and while it generates."""
-        generating = rung.column.generating
+        generating = rung.generating
         if generating is not None and min(generating.by_copy, generating.by_unit) > self.device:
             return False
         limits = {"device": self.device, "host": self.host, "nvme": self.disk}
-        return all(rung.column.nbytes(kind) <= most for kind, most in limits.items())
+        return all(rung.nbytes(kind) <= most for kind, most in limits.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class Fit:
     """
 
     limits: Limits
-    best: Rung | None
-    ladder: tuple[Rung, ...]
+    best: Candidate | None
+    ladder: tuple[Candidate, ...]
     notes: tuple[str, ...]
     machine: MachineModel
     num_samples: int | None
@@ -92,15 +92,15 @@ class Fit:
             ConfigError: none fits.
         """
         if self.best is None:
-            least = min(self.ladder, key=lambda rung: rung.device_nbytes)
+            least = min(self.ladder, key=lambda rung: rung.nbytes("device"))
             raise ConfigError(
                 f"fit: nothing fits into {self.limits.device / 1e9:.3g} GB; {least.name!r} needs "
-                f"the least device memory, {least.device_nbytes / 1e9:.3g} GB, "
-                f"{least.column.nbytes('host') / 1e9:.3g} GB of host memory and "
-                f"{least.column.nbytes('nvme') / 1e9:.3g} GB of files; take more ranks, a smaller "
+                f"the least device memory, {least.nbytes('device') / 1e9:.3g} GB, "
+                f"{least.nbytes('host') / 1e9:.3g} GB of host memory and "
+                f"{least.nbytes('nvme') / 1e9:.3g} GB of files; take more ranks, a smaller "
                 f"model or batch, or allow files"
             )
-        keys, best = dict(self.best.column.keys), self.best.column.plan
+        keys, best = dict(self.best.keys), self.best.plan
         # else it chooses the sizes
         if self.num_samples is None or (keys.get("elasticity") or {}).get("enabled"):
             return keys
@@ -123,17 +123,14 @@ class Fit:
     def as_dict(self) -> dict[str, Any]:
         """The numbers as JSON types."""
 
-        def as_json(rung: Rung) -> dict[str, Any]:
+        def as_json(rung: Candidate) -> dict[str, Any]:
             more = {
                 "change": rung.name,
                 "activations": rung.activations,
-                "device": rung.device_nbytes,
+                "device": rung.nbytes("device"),
+                "fits": self.limits.hold(rung),
             }
-            return (
-                more
-                | {"seconds": rung.seconds, "fits": self.limits.hold(rung)}
-                | rung.column.as_dict()
-            )
+            return more | rung.as_dict()
 
         best = None if self.best is None else as_json(self.best)
         found = {
@@ -145,7 +142,7 @@ class Fit:
         return found | {"pipelines": [one.as_dict() for one in self.pipelines]}
 
     def __rich__(self) -> Group:
-        scale, unit = scale_of(max(rung.device_nbytes for rung in self.ladder))
+        scale, unit = scale_of(max(rung.nbytes("device") for rung in self.ladder))
         limit = shown(self.limits.device, scale)
         table = Table(
             title=f"What fits into {limit} {unit} of a device, per rank",
@@ -173,16 +170,12 @@ class Fit:
         pipes.append(f"Seconds are for ranks of these rates ({assumed}): {self.machine}.")
         if best is None:
             return Group(table, "", "Nothing fits.", *pipes, *self.notes)
-        where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
+        where = f"{shown(best.nbytes('device'), scale)} {unit} of the device"
         of_what = "for a step" if best.activations else "besides what it computes"
-        fastest = (
-            f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s {of_what}."
-        )
-        generating = best.column.generating
+        fastest = f"Fastest that fits: {best.choices}; {where}, {best.seconds:.3g} s {of_what}."
+        generating = best.generating
         note = [] if generating is None else [self._generation(generating, scale, unit)]
-        return Group(
-            table, "", fastest, f"{best.column.step.description}.", *pipes, *self.notes, *note
-        )
+        return Group(table, "", fastest, f"{best.step.description}.", *pipes, *self.notes, *note)
 
     def _generation(self, found: Generating, scale: float, unit: str) -> str:
         by = "copy" if found.by_copy <= self.limits.device else "unit"
@@ -255,21 +248,21 @@ def fit(
         )
     limits = Limits(device_nbytes, host_nbytes, disk_nbytes)
     choices, report = list(search.choices()), progress or (lambda done, total: None)
-    tried: list[Rung] = []
+    tried: list[Candidate] = []
     for done, choice in enumerate(choices):
         report(done, len(choices))
         tried += filter(None, [search.rung("", choice)])
     holding = (rung for rung in tried if limits.hold(rung))
     best = min(
         holding,
-        key=lambda rung: (rung.seconds, rung.choice.small, rung.device_nbytes),
+        key=lambda rung: (rung.seconds, rung.choices.small, rung.nbytes("device")),
         default=None,
     )
     ladder = tuple(search.ladder())
     if best is not None:
         best = replace(
             best,
-            name=next((rung.name for rung in ladder if rung.choice == best.choice), "in between"),
+            name=next((rung.name for rung in ladder if rung.choices == best.choices), "in between"),
         )
     pipelines: tuple[PipelinePlan, ...] = ()
     if search.activations is not None and world_size > 1 and search.start.stage <= 1:
@@ -311,32 +304,19 @@ def _pipeline_lines(pipelines: tuple[PipelinePlan, ...], scale: float, unit: str
 
 
 def _rung_rows(table: Table, found: Fit, scale: float) -> None:
-    def add(rung: Rung, sign: str, name: str, before: Rung | None) -> None:
-        saves = shown(before.device_nbytes - rung.device_nbytes, scale) if before else ""
+    def add(rung: Candidate, sign: str, name: str, before: Candidate | None) -> None:
+        saves = shown(before.nbytes("device") - rung.nbytes("device"), scale) if before else ""
         costs = f"{rung.seconds - before.seconds:+.3g}" if before else f"{rung.seconds:.3g}"
-        sent = sum(rung.column.sent_by_axis.values())
+        sent = sum(rung.sent_by_axis.values())
         numbers = (
-            shown(number, scale)
-            for number in (rung.column.nbytes("host"), rung.column.nbytes("nvme"), sent)
+            shown(number, scale) for number in (rung.nbytes("host"), rung.nbytes("nvme"), sent)
         )
-        table.add_row(sign, name, shown(rung.device_nbytes, scale), saves, *numbers, costs)
+        table.add_row(sign, name, shown(rung.nbytes("device"), scale), saves, *numbers, costs)
 
     best = found.best
     for before, rung in zip((None, *found.ladder), found.ladder, strict=False):
-        is_best = best is not None and rung.choice == best.choice
+        is_best = best is not None and rung.choices == best.choices
         add(rung, "→" if is_best else "fits" if found.limits.hold(rung) else "", rung.name, before)
-    if best is not None and all(rung.choice != best.choice for rung in found.ladder):
+    if best is not None and all(rung.choices != best.choices for rung in found.ladder):
         table.add_row()
-        add(best, "→", f"beside the ladder: {_words(best.choice)}", None)
-
-
-def _words(choice: Setting) -> str:
-    parts = [
-        f"stage {choice.stage}",
-        f"optimizer state on {choice.optimizer}" * (choice.optimizer != "device"),
-        f"parameters on {choice.params}" * (choice.params != "device"),
-        "activation checkpointing" * choice.checkpoints,
-        "checkpointed inputs in host memory" * (choice.checkpoints and choice.inputs == "host"),
-        "a small bucket" * choice.small,
-    ]
-    return ", ".join(filter(None, parts))
+        add(best, "→", f"beside the ladder: {best.choices}", None)

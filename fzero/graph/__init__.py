@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
+    from fzero.graph import blocks as blocks, explain as explain, program as program
     from fzero.graph.schedule import CompileError as CompileError
     from fzero.graph.timeline import Timeline as Timeline
     from fzero.plans.machine_model import MachineModel as MachineModel
@@ -19,5 +20,7 @@ else:
             "schedule": "CompileError",
             "timeline": "Timeline",
             ".plans.machine_model": "MachineModel",
+            # importing Dynamo takes longer than all of fzero
+            "": "blocks explain program",
         },
     )

@@ -22,7 +22,10 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import compile as inductor_compile
+from torch._inductor.codegen.cpp import CppKernelProxy
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
@@ -82,8 +85,6 @@ def _inductor(
     """Inductor with the passes among its own; its cache on disk may have the graph from
     an earlier run.
     """
-    from torch._inductor.compile_fx import compile_fx
-
     mend_reductions()
     placeholders = module.graph.find_nodes(op="placeholder")
     units = [node.meta.get("unit") for node in placeholders]
@@ -98,10 +99,10 @@ def _inductor(
     graph = copy_of(module.graph)
     relax_views(graph)
     with torch.no_grad():
-        compiled: Any = compile_fx(
+        compiled: Any = inductor_compile(
             GraphModule(module, graph),
             [node.meta["val"] for node in placeholders],
-            config_patches=patches,
+            options=patches,
         )
     return lambda tensors: compiled(*tensors)
 
@@ -151,8 +152,6 @@ def mend_reductions() -> None:
     later version may for two (#196882). Its two ways of storing remain; this chooses
     between them.
     """
-    from torch._inductor.codegen.cpp import CppKernelProxy
-
     aggregate = CppKernelProxy.aggregate_reduction_buffers
 
     def aggregate_by_tile(kernels: Any, is_by_tile: bool, tiled: Any) -> None:
@@ -260,8 +259,6 @@ def pin_order(graph: Graph) -> None:
     backward. Otherwise Inductor could fuse it with its original in the forward, and
     would keep its results until the backward.
     """
-    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-
     roots = storages(graph)
     after: dict[Node, OrderedSet[Node]] = {}
     product: Node | None = None

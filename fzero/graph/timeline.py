@@ -382,13 +382,12 @@ _MEMORY = {
 
 
 def _draw(timelines: Sequence[Timeline]) -> Any:
-    package("matplotlib", needed_by="explain().draw()")
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
+    needed_by = "explain().draw()"
+    figures = package("matplotlib", needed_by=needed_by, module="matplotlib.figure")
+    Patch = package("matplotlib", needed_by=needed_by, module="matplotlib.patches").Patch
     num_columns = 1 if len(timelines) < 4 else 2
     num_rows = -(-len(timelines) // num_columns)
-    figure = Figure(
+    figure = figures.Figure(
         figsize=(11 if num_columns == 1 else 13, 3.4 * num_rows + 0.5), layout="constrained"
     )
     end = max((timeline.seconds for timeline in timelines), default=0.0) or 1.0

@@ -15,6 +15,7 @@ Shape letters: A micro-batches, W ranks along "data".
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -151,7 +152,7 @@ class PipelineProgram:
                 random_state(state.rng, run.device),
                 keyed(run.device) as seeds,
             ):
-                passes = Passes(self, run, micro_batches, seeds, computes_loss)
+                passes = _Evaluation(self, run, micro_batches, seeds, computes_loss)
                 with inspecting(run, state, "evaluate"):
                     self.model.eval()
                     self._execute(passes, run, self.evaluation(len(micro_batches)))
@@ -223,7 +224,7 @@ def expected_of(order: PipeOrder, stage: int) -> tuple[Expected, ...]:
     return tuple(Expected(message, num_received[message]) for message in received)
 
 
-class Passes:
+class Passes(ABC):
     """The forwards of one step, by chunk and micro-batch.
 
     Attributes:
@@ -263,20 +264,13 @@ class Passes:
             message_of(self.order, event), self.outgoing.pop((event.chunk, event.micro_batch))
         )
 
+    @abstractmethod
     def forward(self, event: PipeEvent) -> None:
-        chunk, number = event.chunk, event.micro_batch
-        x = (
-            self._first(number)
-            if chunk == 0
-            else self.inputs[chunk, number].filled(self.inputs.pop((chunk, number)).tensors)
-        )
-        out, loss = self._forward(chunk, number, x)
-        if chunk < self.last_chunk:
-            self._hand_on(chunk, number, out)
-        else:
-            self.results.append(out)
-            if loss is not None:
-                self.losses.append(loss_row(*loss))
+        """Runs a chunk on its input, and keeps its output for the next chunk."""
+
+    @abstractmethod
+    def _through(self, start: int, stop: int, number: int, x: Any) -> Any:
+        """The output of the layers from `start` to `stop`."""
 
     def _first(self, number: int) -> Any:
         return self.run.batches.cast(self.micro_batches[number][0])
@@ -313,14 +307,33 @@ class Passes:
         self.program.last_loss[:] = [loss[0].detach()]
         return x, loss
 
-    def _through(self, start: int, stop: int, number: int, x: Any) -> Any:
-        return self._layers(start, stop, number, x)
-
     def _layers(self, start: int, stop: int, number: int, x: Any) -> Any:
         for index, call in self.program.model.calls(start, stop):
             self.seeds.key(index, number)
             x = call(x)
         return x
+
+
+class _Evaluation(Passes):
+    """Forwards alone, whose outputs and losses are kept."""
+
+    def forward(self, event: PipeEvent) -> None:
+        chunk, number = event.chunk, event.micro_batch
+        x = (
+            self._first(number)
+            if chunk == 0
+            else self.inputs[chunk, number].filled(self.inputs.pop((chunk, number)).tensors)
+        )
+        out, loss = self._forward(chunk, number, x)
+        if chunk < self.last_chunk:
+            self._hand_on(chunk, number, out)
+        else:
+            self.results.append(out)
+            if loss is not None:
+                self.losses.append(loss_row(*loss))
+
+    def _through(self, start: int, stop: int, number: int, x: Any) -> Any:
+        return self._layers(start, stop, number, x)
 
 
 class _Open(NamedTuple):

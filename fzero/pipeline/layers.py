@@ -56,15 +56,14 @@ class LayerSpec:
             print(f"building {self!r}")
         return self.typename(*self.module_args, **self.module_kwargs)
 
-    def _shown(self) -> list[str]:
-        return [
+    def __repr__(self) -> str:
+        shown = [
+            *([repr(self.key)] if isinstance(self, TiedLayerSpec) else []),
             self.typename.__name__,
             *map(repr, self.module_args),
             *(f"{key}={value!r}" for key, value in self.module_kwargs.items()),
         ]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._shown())})"
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class TiedLayerSpec(LayerSpec):
@@ -97,9 +96,6 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = (
             [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
         )
-
-    def _shown(self) -> list[str]:
-        return [repr(self.key), *super()._shown()]
 
 
 Layer: TypeAlias = LayerSpec | nn.Module | Callable[[Any], Any]

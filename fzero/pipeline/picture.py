@@ -47,12 +47,11 @@ def draw_timeline(
         after: by stage, the seconds in which it reduces gradients after its last
             backward.
     """
-    package("matplotlib", needed_by="the picture of a pipeline")
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
+    needed_by = "the picture of a pipeline"
+    figures = package("matplotlib", needed_by=needed_by, module="matplotlib.figure")
+    Patch = package("matplotlib", needed_by=needed_by, module="matplotlib.patches").Patch
     order, lanes = timeline.order, range(timeline.order.stages)
-    figure = Figure(figsize=(11, 1.4 + 0.55 * order.stages), layout="constrained")
+    figure: Figure = figures.Figure(figsize=(11, 1.4 + 0.55 * order.stages), layout="constrained")
     axes = figure.subplots()
     has_labels = sum(map(len, timeline.spans)) <= MOST_LABELS
     ends = [spans[-1].stop if spans else 0.0 for spans in timeline.spans]

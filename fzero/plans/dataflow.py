@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 
 from fzero.comms.comm_hooks import CommHook
 from fzero.config.stages import StageSpecs
@@ -51,8 +51,7 @@ sum of earlier micro-steps; or the result of a reduction in the present backward
 the last backward of the step, if another follows)."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradHome:
+class GradHome(NamedTuple):
     """Where a visit of a unit in a backward collects a flat gradient, and what it is
     added to.
 

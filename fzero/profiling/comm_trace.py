@@ -177,15 +177,14 @@ class CommTrace:
         """A picture: one lane per axis, one bar per row, in order; its height is its
         bytes. Needs matplotlib.
         """
-        package("matplotlib", needed_by="trace_comm(…).draw()")
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-
+        needed_by = "trace_comm(…).draw()"
+        figures = package("matplotlib", needed_by=needed_by, module="matplotlib.figure")
+        Patch = package("matplotlib", needed_by=needed_by, module="matplotlib.patches").Patch
         lanes = list(self.by_axis()) or ["data"]
         most = max((row.nbytes for row in self.rows), default=1)
         scales = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
         one, unit = next((one, name) for one, name in scales if most >= one)
-        figure = Figure(figsize=(11, 1.1 + 1.3 * len(lanes)), layout="constrained")
+        figure: Figure = figures.Figure(figsize=(11, 1.1 + 1.3 * len(lanes)), layout="constrained")
         panels = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)[:, 0]
         phases = list(_phases(self.rows))
         for panel, axis in zip(panels, lanes):

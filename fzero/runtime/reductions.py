@@ -402,7 +402,8 @@ class GradNorms:
             number = self.measure(result if result.dtype == home.dtype else result.to(home.dtype))
             # only reductions change a file
             version = home._version if isinstance(home, Tensor) else 0
-            self._found[key] = number.to(device), home, version
+            number = number if number.device == device else number.to(device)
+            self._found[key] = number, home, version
 
     def of(self, key: str, home: StoredTensor) -> Tensor | None:
         """The norm of a gradient, if it was measured and, as far as PyTorch counts, has

@@ -86,18 +86,14 @@ class Sequencer:
         """
         gathers, reductions, units = self._gathers, self._reductions, self._units
         for kind, unit in events:
-            match kind:
-                case "gather":
-                    with profiler_range("gather", unit):
-                        gathers.start(units[unit], self.phase)
-                case "prefetch_shards":
-                    gathers.prefetch_shards(units[unit])
+            match kind:  # the cases that each unit has come first
                 case "wait_gather":
                     gathers.wait(units[unit])
                 case "release":
                     gathers.release(unit)
-                case "drop_gather":
-                    gathers.drop(unit)
+                case "gather":
+                    with profiler_range("gather", unit):
+                        gathers.start(units[unit], self.phase)
                 case "collect":
                     reductions.collect(*self._flats[unit])
                 case "reduce" | "keep":
@@ -106,6 +102,10 @@ class Sequencer:
                         reductions.start(units[unit], self.phase)
                 case "end_reduce":
                     reductions.end_oldest()
+                case "prefetch_shards":
+                    gathers.prefetch_shards(units[unit])
+                case "drop_gather":
+                    gathers.drop(unit)
                 case "boundary":
                     self.phase = "backward"
                 case "negotiate":

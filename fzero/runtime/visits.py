@@ -386,7 +386,8 @@ class GivenParams:
         nodes of its first visit; empty if a backward inside the present one has freed
         these nodes. Raises ValueError where the node that autograd runs needs them."""
         found: dict[str, Tensor] = {}
-        self._views = {**views, "": torch.empty(0)}
+        self._views.update(views)
+        self._views[""] = torch.empty(0)
         try:
             for node, names in nodes:
                 found |= {
@@ -399,7 +400,7 @@ class GivenParams:
                 raise lost_again(min(views)) from None
             return {}
         finally:
-            self._views = {}
+            self._views.clear()
         return found
 
     def _leaves(
@@ -420,38 +421,35 @@ class GivenParams:
             names = tuple(name for name in names if name not in still)
         if not names:
             return {}
-        small = [name for name in names if views[name].numel() <= SMALL]
-        large = [(name,) for name in names if views[name].numel() > SMALL]
-
-        def made(
-            node_of: Callable[..., tuple[Tensor, ...]], source: Tensor, names: Sequence[str]
-        ) -> None:
-            given = [views[name] if name else work.anchor.new_empty(0) for name in names]
-            with self._giving_again(unit, names):
-                labels = ["" if name in still else name for name in names] if still else names
-                outputs = node_of(source, work, unit.name, labels, given)
-            nodes.append(NodeOutputs(outputs[0].grad_fn, names))
-            found.update(zip(names, outputs, strict=True))
-
+        groups = [[name for name in names if views[name].numel() <= SMALL]]
+        if len(groups[0]) < len(names):  # then the first node gives out a handle
+            large = [[name] for name in names if views[name].numel() > SMALL]
+            groups = [[""], *filter(None, groups), *large]
         nodes, found = list[NodeOutputs](), dict[str, Tensor]()
-        made(root_of, work.anchor, ("",) if large else small)
-        for of_node in (small, *large) if large else ():
-            if of_node:
-                made(leaf_of, found[""], of_node)
+        source, node_of = work.anchor, root_of
+        with self._giving_again(unit, chain.from_iterable(groups)):
+            for group in groups:
+                given = [views[name] if name else source.new_empty(0) for name in group]
+                labels = ["" if name in still else name for name in group] if still else group
+                outputs = node_of(source, work, unit.name, labels, given)
+                nodes.append(NodeOutputs(outputs[0].grad_fn, group))
+                if group == [""]:
+                    source, node_of = outputs[0], leaf_of
+                else:
+                    found.update(zip(group, outputs, strict=True))
         forward.roots.append(nodes[0].node)
         if self.gives_again:
             forward.nodes[unit.name] = nodes
-        return {name: found[name] for name in names}
+        return found
 
-    def _giving_again(self, unit: UnitPlan, names: Sequence[str]) -> AbstractContextManager[object]:
+    def _giving_again(self, unit: UnitPlan, names: Iterator[str]) -> AbstractContextManager[object]:
         """Inside, nodes save their outputs by name, so that they can give out other
         tensors as the same outputs.
         """
         self.gives_again = self.is_open and unit.gathered_numel > 0
         if not self.gives_again:
             return nullcontext()
-        order = iter(names)
-        return saved_tensors_hooks(lambda output: next(order), lambda name: self._views[name])  # type: ignore[return-value]
+        return saved_tensors_hooks(lambda output: next(names), self._views.__getitem__)  # type: ignore[return-value]
 
     def check(self, unit: UnitPlan | None) -> None:
         """Checks the parameters of a unit when the forward leaves it; with None those

@@ -79,24 +79,6 @@ def rounds(min_numel: int = 0, max_numel: int = 9) -> st.SearchStrategy[Rounds]:
     )
 
 
-class _Counter(Hub):
-    """Counts the bytes of the tensors that every rank sends."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.sent_nbytes = [0] * size
-
-    def send(self, source: int, target: int, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self.sent_nbytes[source] += value.numel() * value.element_size()
-        super().send(source, target, value)
-
-    @property
-    def num_left(self) -> int:
-        """Messages that no rank received."""
-        return len(self._mail)
-
-
 class _Given(NamedTuple):
     """A tensor with the memory around it."""
 
@@ -157,7 +139,13 @@ class Declared(NamedTuple):
 
 
 def _run(declared: Declared, example: Rounds, *, is_late: bool = False) -> _Run:
-    hook, hub = declared.hook, _Counter(example.world_size)
+    hook, sent_nbytes = declared.hook, [0] * example.world_size
+
+    def count(source: int, value: Any) -> None:
+        if isinstance(value, Tensor):
+            sent_nbytes[source] += value.numel() * value.element_size()
+
+    hub = Hub(example.world_size, sees=count)
     sent: list[list[CommRecord]] = [[] for _ in range(example.world_size)]
     shards, fulls = example.shards, example.fulls
     first: list[tuple[Any, Any]] = [(None, None)] * example.world_size
@@ -179,7 +167,7 @@ def _run(declared: Declared, example: Rounds, *, is_late: bool = False) -> _Run:
         return found
 
     by_rank = hub.run(on_rank)
-    return _Run(first, by_rank, sent, hub.sent_nbytes, hub.num_left)
+    return _Run(first, by_rank, sent, sent_nbytes, hub.num_left)
 
 
 def _reduce(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fzero import graph
 from fzero.common.arguments import check_model
 from fzero.compression.matching import compression
 from fzero.compression.plan import CompressionPlan
@@ -46,7 +47,7 @@ def configured(
     """
     found: list[ModelTransform] = [*([] if compress is None else [compress]), *given]
     if compile == "block":
-        found.append(blocks())
+        found.append(graph.blocks.compiled_blocks)
     block = cfg.activation_checkpointing
     if checkpoint is not None:
         found.append(Checkpointing(checkpoint, on_host=block.cpu_checkpointing))
@@ -61,18 +62,10 @@ def configured(
     return tuple(found)
 
 
-def blocks() -> ModelTransform:
-    """The transform of `compile="block"`."""
-    # importing Dynamo takes longer than all of fzero
-    from fzero.graph.blocks import compiled_blocks
-
-    return compiled_blocks
-
-
 def with_blocks(transforms: Sequence[ModelTransform]) -> tuple[ModelTransform, ...]:
     """The transforms of the same step with `compile="block"`."""
     outer = [one for one in transforms if isinstance(one, Checkpointing | DroppedTokens)]
-    compiled = blocks()
+    compiled: ModelTransform = graph.blocks.compiled_blocks
     return (
         *(one for one in transforms if one not in outer and one is not compiled),
         compiled,

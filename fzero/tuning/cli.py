@@ -27,8 +27,7 @@ from fzero import ConfigError
 from fzero.cli.plan_profile import nbytes as bytes_of, parser_of, positive, print_result
 from fzero.config.autotuning import ABOUT_MODELS, Autotuning, autotuning
 from fzero.config.files import changed, read
-from fzero.estimation.compare import Keys
-from fzero.estimation.fit_search import Setting
+from fzero.estimation.compare import Choices, Keys
 from fzero.launch import cli as launch
 from fzero.tuning.probe import Request
 from fzero.tuning.report import TrialResult, Tuned
@@ -235,7 +234,7 @@ class Tuning:
         rows = []
         for one in described["candidates"]:
             candidate = TuningCandidate(
-                **one["candidate"] | {"choice": Setting(**one["candidate"]["choice"])}
+                **one["candidate"] | {"choice": Choices(**one["candidate"]["choice"])}
             )
             kinds = ("device", "host") if described["device"] == "cpu" else ("device",)
             nbytes = sum(one["nbytes"].get(kind, 0) for kind in kinds)

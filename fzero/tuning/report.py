@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Group
 from rich.table import Table
 
+from fzero.common.optional import package
 from fzero.common.text_tables import as_text, scale_of, shown
 from fzero.tuning.runs import Result
 from fzero.tuning.space import TuningCandidate
@@ -148,10 +149,9 @@ class Tuned:
         """A picture of the candidates' measurements, and of the best score over the
         trials.
         """
-        from matplotlib.figure import Figure
-
         rows = _ordered(self)[::-1]
-        figure = Figure(figsize=(12, 2 + 0.22 * len(rows)), layout="constrained")
+        figures = package("matplotlib", needed_by="Tuned.draw()", module="matplotlib.figure")
+        figure: Figure = figures.Figure(figsize=(12, 2 + 0.22 * len(rows)), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         scores = [self.score(row) or 0.0 for row in rows]
         left.barh(

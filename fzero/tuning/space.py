@@ -20,8 +20,8 @@ from torch import nn
 from fzero.config.autotuning import Autotuning
 from fzero.config.config import ConfigError
 from fzero.config.files import changed
-from fzero.estimation.compare import Keys, quietly
-from fzero.estimation.fit_search import Search, Setting
+from fzero.estimation.compare import Choices, Keys, quietly
+from fzero.estimation.fit_search import Search
 from fzero.estimation.ledger import Device
 from fzero.plans.machine_model import MachineModel
 
@@ -33,7 +33,7 @@ STAGES = (0, 1, 2, 3)
 class TuningCandidate:
     """One configuration that may be measured."""
 
-    choice: Setting
+    choice: Choices
     micro: int | None  # samples of a rank in a micro-step; None if the configuration sets no batch
     num_micro_steps: int
     keys: Keys  # the configuration, as in a file
@@ -105,14 +105,14 @@ def candidates(
     """
     cfg = quietly(keys)
     _, own_micro, own_steps = cfg.batch_sizes(world_size)
-    given = TuningCandidate(Setting.of(cfg), own_micro, own_steps, keys, is_given=True)
+    given = TuningCandidate(Choices.of(cfg), own_micro, own_steps, keys, is_given=True)
     every = cfg.activation_checkpointing.every
     sizes = list(micro_batches(keys, settings, world_size))
     buckets = [False] if settings.fast else [False, True]
     space = [given]
     choices = product(stages, sizes, [False, True], offload, offload, buckets)
     for stage, (micro, steps), has, opt, params, small in choices:
-        choice = Setting(stage, opt, params, has, small, given.choice.inputs)
+        choice = Choices(stage, opt, params, has, small, given.choice.inputs)
         is_possible = (params == "device" or (stage == 3 and opt != "device")) and (
             opt == "device" or stage > 0
         )
@@ -212,7 +212,7 @@ class Planner:
         if rung is None:
             return Planned(candidate, {}, 0.0, refused=reason)
         flops = search.activations.of(checkpoints=False).flops if search.activations else 0
-        nbytes = {"device": rung.device_nbytes} | {
-            kind: rung.column.nbytes(kind) for kind in ("host", "nvme")
+        nbytes = {"device": rung.nbytes("device")} | {
+            kind: rung.nbytes(kind) for kind in ("host", "nvme")
         }
         return Planned(candidate, nbytes, rung.seconds, flops * candidate.num_micro_steps)

@@ -24,9 +24,9 @@ from torch import nn
 
 import fzero
 from fzero.checkpoint import folders as files
+from fzero.checkpoint.dcp_metadata import read_metadata
 from fzero.checkpoint.loading import starts
 from fzero.checkpoint.safetensors import INDEX
-from fzero.common.pickles import read_metadata
 from fzero.common.plain_values import UnsafePickleError, pack, unpack
 from fzero.deepspeed.formats.files import MODEL
 from fzero.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -461,7 +461,7 @@ def test_a_monitor_whose_package_is_missing_names_it(
         pytest.raises(ConfigError, match=f"{key}.enabled: needs the package {package}"),
     ):
         # as on all ranks but the first
-        other.setattr("fzero.deepspeed.engine.engine.monitors", lambda keys: [])
+        other.setattr("fzero.deepspeed.engine.log.monitors", lambda keys: [])
         _train(**{key: {"enabled": True}})
     with pytest.raises(ConfigError, match=f"{key}.projekt: unknown key"):
         read({key: {"enabled": True, "projekt": "x"}})

@@ -117,7 +117,7 @@ def test_every_backward_through_a_forward_is_timed(monkeypatch: pytest.MonkeyPat
         engine = made(0, flops_profiler={"enabled": True, "profile_step": 0})
         clock = iter(range(10**6))
         # each look at the clock takes a second
-        monkeypatch.setattr(engine._watch, "_now", lambda: float(next(clock)))
+        monkeypatch.setattr(engine.engine_log.watch, "_now", lambda: float(next(clock)))
         x, y = mine(engine, data(0))
         loss = criterion(engine(x), y)
         for keep in keeps:
@@ -255,8 +255,8 @@ def _watched(stage: int) -> tuple[Any, ...]:
         flops_profiler={"enabled": True, "profile_step": 1},
     )
     parts: list[dict[str, float]] = []
-    before = engine._watch._parts
-    engine._watch._parts = lambda: parts.append(before()) or parts[-1]  # type: ignore[method-assign, func-returns-value]
+    before = engine.engine_log.watch._parts
+    engine.engine_log.watch._parts = lambda: parts.append(before()) or parts[-1]  # type: ignore[method-assign, func-returns-value]
     train(engine, 3)
     assert engine.comms_log is not None
     waited = {} if engine.profile is None else dict(engine.profile.waited)

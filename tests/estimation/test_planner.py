@@ -769,31 +769,29 @@ def test_what_fits_may_keep_inputs_in_host_memory_where_a_device_has_memory_of_i
     name = "checkpointed inputs in host memory"
     ladder = {rung.name: rung for rung in found().ladder}
     before, rung = ladder["stage 2"], ladder[name]
-    assert rung.device_nbytes < before.device_nbytes and rung.seconds > before.seconds
-    assert rung.column.nbytes("host") == 4 * pinned_nbytes(500 * 16 * 4)
-    assert rung.column.keys["activation_checkpointing"] == ON_HOST["activation_checkpointing"]
-    least = min(rung.device_nbytes for rung in ladder.values())
+    assert rung.nbytes("device") < before.nbytes("device") and rung.seconds > before.seconds
+    assert rung.nbytes("host") == 4 * pinned_nbytes(500 * 16 * 4)
+    assert rung.keys["activation_checkpointing"] == ON_HOST["activation_checkpointing"]
+    least = min(rung.nbytes("device") for rung in ladder.values())
     needed = found(least)
     assert (
-        needed.best.choice.inputs == "host"
+        needed.best.choices.inputs == "host"
         and "checkpointed inputs in host memory" in str(needed).split("Fastest")[1]
     )
-    assert found().best.choice.inputs == "device", "where there is room it is slower"
+    assert found().best.choices.inputs == "device", "where there is room it is slower"
     for other in (found(device="cpu"), found(activation_checkpointing={"cpu_checkpointing": True})):
         assert name not in [rung.name for rung in other.ladder]
     given = found(activation_checkpointing={"cpu_checkpointing": True})
-    assert [rung.column.nbytes("host") > 0 for rung in given.ladder][:2] == [False, True], (
+    assert [rung.nbytes("host") > 0 for rung in given.ladder][:2] == [False, True], (
         "as soon as one is checkpointed"
     )
     configured = found(**ON_HOST)
-    assert configured.ladder[0].column.nbytes("host") == rung.column.nbytes("host")
+    assert configured.ladder[0].nbytes("host") == rung.nbytes("host")
     of_cpu, plain = (
         found(device="cpu", activation_checkpointing=block)
         for block in (ON_HOST["activation_checkpointing"], {"every": 1})
     )
-    assert [rung.column.memory for rung in of_cpu.ladder] == [
-        rung.column.memory for rung in plain.ladder
-    ]
+    assert [rung.memory for rung in of_cpu.ladder] == [rung.memory for rung in plain.ladder]
 
 
 class Caching(nn.Module):
@@ -1005,13 +1003,13 @@ def test_more_memory_is_never_slower_and_what_fits_holds(
     seconds = [best.seconds for _, best in fitting]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
     for size, best in fitting:
-        planned = fzero.plan(billion, best.column.keys, world_size=8)
-        assert best.device_nbytes == dry_run(planned).nbytes <= size * GIGA
-        assert best.device_nbytes > sum(planned.bytes_by_memory["device"].values())
+        planned = fzero.plan(billion, best.keys, world_size=8)
+        assert best.nbytes("device") == dry_run(planned).nbytes <= size * GIGA
+        assert best.nbytes("device") > sum(planned.bytes_by_memory["device"].values())
     found[-1].save(tmp_path / "fits.json")
     assert (
         fzero.Config.load(tmp_path / "fits.json").zero_optimization.stage
-        == fitting[-1][1].choice.stage
+        == fitting[-1][1].choices.stage
     )
     with pytest.raises(
         fzero.ConfigError,
@@ -1063,24 +1061,25 @@ def test_the_ladder_goes_one_change_at_a_time_from_the_given_configuration(
         "optimizer state in host memory"
     ]  # fmt: skip
     assert names[-1] == "smaller bucket, nothing early" and "optimizer state in files" in names
-    device = [rung.device_nbytes for rung in found.ladder]
+    device = [rung.nbytes("device") for rung in found.ladder]
     assert device == sorted(device, reverse=True) and device[0] > 10 * device[-1]
     for before, after in pairwise(found.ladder):
         fields = ("stage", "optimizer", "params", "checkpoints", "small", "inputs")
         assert (
-            sum(getattr(before.choice, name) != getattr(after.choice, name) for name in fields) == 1
+            sum(getattr(before.choices, name) != getattr(after.choices, name) for name in fields)
+            == 1
         )
-    assert found.ladder[0].column.keys == FP16, "as it is"
+    assert found.ladder[0].keys == FP16, "as it is"
     later = fzero.estimation.fit(
         billion, FP16 | {"zero_optimization": {"stage": 3}}, world_size=4, device_nbytes=60 * GIGA
     )
-    assert later.best is not None and later.best.choice.stage == 3, "no stage below the given one"
+    assert later.best is not None and later.best.choices.stage == 3, "no stage below the given one"
     for rung in found.ladder:
-        assert rung.device_nbytes == rung.column.nbytes("device") > rung.activations > 0
-        assert Limits(rung.device_nbytes).hold(rung) and not Limits(rung.device_nbytes - 1).hold(
-            rung
-        )
-        host = rung.column.nbytes("host")
+        assert rung.nbytes("device") == rung.nbytes("device") > rung.activations > 0
+        assert Limits(rung.nbytes("device")).hold(rung) and not Limits(
+            rung.nbytes("device") - 1
+        ).hold(rung)
+        host = rung.nbytes("host")
         assert Limits(math.inf, host).hold(rung) and not (
             host and Limits(math.inf, host - 1).hold(rung)
         )
@@ -1110,7 +1109,7 @@ def test_older_names_of_keys_are_planned_as_todays(
         compared = fzero.estimation.compare_plans(make(Uneven), cfg, world_size=2)
         fitting = fzero.estimation.fit(make(Uneven), cfg, world_size=2, device_nbytes=1e9)
         columns = {column.name: column.memory for column in compared.columns}
-        rungs = [(rung.name, rung.device_nbytes) for rung in fitting.ladder]
+        rungs = [(rung.name, rung.nbytes("device")) for rung in fitting.ladder]
         return compared.given, columns, compared.refused, rungs, fitting.notes
 
     assert found(older) == found(today)
@@ -1126,7 +1125,7 @@ def test_checkpointing_that_is_configured_is_planned_as_it_is() -> None:
     model, batch = make(Uneven), vectors(0, 4000)
     cfg = config(1) | {"activation_checkpointing": {"every": 4}}
     found = fzero.estimation.fit(model, cfg, world_size=2, device_nbytes=1e9, batch=batch)
-    assert {rung.column.keys["activation_checkpointing"]["every"] for rung in found.ladder} == {4}
+    assert {rung.keys["activation_checkpointing"]["every"] for rung in found.ladder} == {4}
     given, all_of_them = (
         fzero.estimation.compare_plans(
             model,
@@ -1137,7 +1136,7 @@ def test_checkpointing_that_is_configured_is_planned_as_it_is() -> None:
         for every in (4, 1)
     )
     assert (
-        found.ladder[0].device_nbytes
+        found.ladder[0].nbytes("device")
         == given["stage 1"].nbytes("device")
         != all_of_them["stage 1"].nbytes("device")
     )
@@ -1147,12 +1146,12 @@ def test_a_model_without_repeated_blocks_is_fitted_without_checkpointing() -> No
     found = fzero.estimation.fit(
         make(Caching), config(1), world_size=2, device_nbytes=1e9, batch=vectors(0, 4)
     )
-    assert found.best is not None and not any(rung.choice.checkpoints for rung in found.ladder)
+    assert found.best is not None and not any(rung.choices.checkpoints for rung in found.ladder)
     assert "Activation checkpointing was not tried: Caching has no repeated blocks." in found.notes
     with_blocks = fzero.estimation.fit(
         make(Uneven), config(1), world_size=2, device_nbytes=1e9, batch=vectors(0, 4)
     )
-    assert any(rung.choice.checkpoints for rung in with_blocks.ladder) and "repeated" not in str(
+    assert any(rung.choices.checkpoints for rung in with_blocks.ladder) and "repeated" not in str(
         with_blocks
     )
 

@@ -94,15 +94,15 @@ def test_a_plan_that_fits_has_room_to_generate() -> None:
     model = gpt2()
     keys = settings(3)
     free = fit(model, keys, world_size=2, device_nbytes=large, device="cpu", answers=answers).best
-    assert free is not None and free.column.generating is not None
-    generating = free.column.generating
+    assert free is not None and free.generating is not None
+    generating = free.generating
     assert generating.by_unit < generating.by_copy
     found = fit(model, keys, world_size=2, device_nbytes=large, device="cpu", answers=answers)
     assert 'Generating with by="copy" takes ' in str(found)
     many = Answers(2000, 30)  # whose keys and values are most of the memory
     needs = fit(model, keys, world_size=2, device_nbytes=large, device="cpu", answers=many).best
-    assert needs is not None and needs.column.generating is not None
-    limit = (needs.column.generating.by_copy + needs.column.generating.by_unit) // 2
+    assert needs is not None and needs.generating is not None
+    limit = (needs.generating.by_copy + needs.generating.by_unit) // 2
     between = fit(model, keys, world_size=2, device_nbytes=limit, device="cpu", answers=many)
     assert 'Generating with by="unit" takes ' in str(
         between

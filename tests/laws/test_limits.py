@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from test_rooms import MODULES, files, imports, name_of, tree_of
 
@@ -15,6 +16,30 @@ LARGER = {
     "fzero.deepspeed.engine.engine.Engine": "the attributes that DeepSpeed's engine has",
 }
 """Names of what is larger, each with its reason."""
+
+CONSTRUCTORS = {"__init__", "__new__"}
+DEEPSPEEDS = "fzero.deepspeed.runtime"
+OVERRIDES = {
+    f"{DEEPSPEEDS}.lr_schedules.LRRangeTest.step": "its argument has another name there",
+    f"{DEEPSPEEDS}.lr_schedules.OneCycle.step": "its argument has another name there",
+    **dict.fromkeys(
+        (
+            f"{DEEPSPEEDS}.pipe.schedule.{name}.num_pipe_buffers"
+            for name in ("TrainSchedule", "InferenceSchedule", "DataParallelSchedule")
+        ),
+        "scripts derive schedules from the base, which has a number there",
+    ),
+    **dict.fromkeys(
+        (
+            f"{DEEPSPEEDS}.zero.tiling.TiledLinearReturnBias.{name}"
+            for name in ("_reduce_local_output", "_combine_output_splits")
+        ),
+        "scripts derive classes from both, and replace these there",
+    ),
+}
+"""The methods that replace a concrete one of a base class, each with its reason: only
+where DeepSpeed prescribes both classes.
+"""
 
 PYTORCHS = {"_base", "_buffers", "_modules", "_ops", "_version"}
 """Attributes of PyTorch's that have no public name; a class of ours may have one of the
@@ -125,8 +150,67 @@ def private_uses() -> dict[str, int]:
     return uses
 
 
+class Class(NamedTuple):
+    """A class of the source: its bases by their qualified names, and its own methods,
+    with whether each is concrete.
+    """
+
+    bases: list[str]
+    methods: dict[str, bool]
+
+
+def methods_of(node: ast.ClassDef, bases: list[str]) -> dict[str, bool]:
+    is_protocol = any(base.split(".")[-1] == "Protocol" for base in bases)
+    return {
+        part.name: not is_protocol
+        and not any("abstractmethod" in ast.unparse(mark) for mark in part.decorator_list)
+        for part in node.body
+        if isinstance(part, ast.FunctionDef) and part.name not in CONSTRUCTORS
+    }
+
+
+def classes() -> dict[str, Class]:
+    """Those of the top level of every module, by their qualified names."""
+    found = {}
+    for path in files("fzero", "sharding"):
+        module, known = name_of(path), dict[str, str]()
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom):
+                known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base).partition("[")[0] for base in node.bases]
+                named = [known.get(base, f"{module}.{base}") for base in bases]
+                found[f"{module}.{node.name}"] = Class(named, methods_of(node, bases))
+    return found
+
+
+def overrides() -> set[str]:
+    """`Class.method` for each method that replaces a concrete one of a base of ours;
+    constructors aside.
+    """
+    known = classes()
+
+    def above(name: str) -> Iterator[Class]:
+        for base in known[name].bases:
+            if base in known:
+                yield known[base]
+                yield from above(base)
+
+    return {
+        f"{name}.{method}"
+        for name, own in known.items()
+        for method in own.methods
+        if next((base.methods[method] for base in above(name) if method in base.methods), False)
+    }
+
+
 def test_what_is_large_is_named_with_its_reason() -> None:
     assert larger() == set(LARGER)
+
+
+def test_no_method_replaces_a_concrete_one_but_where_others_prescribe_the_classes() -> None:
+    assert overrides() == set(OVERRIDES)
 
 
 def test_private_attributes_are_used_in_their_own_module() -> None:
@@ -134,4 +218,4 @@ def test_private_attributes_are_used_in_their_own_module() -> None:
 
 
 if __name__ == "__main__":
-    print(*sorted(larger()), *sorted(private_uses().items()), sep="\n")
+    print(*sorted(larger()), *sorted(overrides()), *sorted(private_uses().items()), sep="\n")

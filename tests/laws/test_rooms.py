@@ -252,7 +252,7 @@ def test_torch_distributed_is_named_behind_one_door_only_and_its_files_behind_an
     }  # two start ranks, and the last one is torch.distributed under another name
     assert users_of(module=checkpoints, but="-") == {
         "fzero.checkpoint.dcp_format",
-        "fzero.common.pickles",
+        "fzero.checkpoint.dcp_metadata",
     }
 
 

@@ -4,13 +4,18 @@ ends.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from fzero.common.arguments import check_whole
 from fzero.config.config import ConfigError
 from fzero.deepspeed.engine.call_errors import CallError
+from fzero.pipeline.execution import PipelineProgram, stages_of
+from fzero.pipeline.order_check import plan_order
+from fzero.step import TrainStep
 
 if TYPE_CHECKING:
     from fzero.deepspeed.engine.engine import Engine
@@ -73,6 +78,7 @@ class Accumulation:
                 f"call it after an update"
             )
         self.steps, self.counted_from = train_batch_size // one, self.engine.micro_steps
+        self.engine.train_step = _with_micro_batches(self.engine.train_step, self.steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Sets the number of samples per rank and micro-step; the number of
@@ -93,8 +99,11 @@ class Accumulation:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates. Without `managed_gradient_accumulation`
-        every one does, and this is False.
+        every one does, and this is False. In a pipeline it is True: `train_batch`
+        makes a whole step.
         """
+        if self.engine.train_step.runtime.spec.is_part:
+            return True
         if self._is_unmanaged:
             return False
         return self._num_collected + 1 == self.steps if self.boundary is None else self.boundary
@@ -158,3 +167,19 @@ class Accumulation:
             if self._is_unmanaged
             else self.train_batch_size()
         )
+
+
+def _with_micro_batches(step: TrainStep, number: int) -> TrainStep:
+    """A pipelined step with another number of micro-batches; any other step as it is,
+    which takes whatever number it gets.
+    """
+    program = step.runtime.program
+    if not isinstance(program, PipelineProgram):
+        return step
+    order: Any = getattr(step.spec.parallelism, "order", None)
+    stages = stages_of(step.runtime).num_stages
+    program = replace(program, order=plan_order(order, stages, number))
+    batches = replace(step.runtime.batches, num_micro_steps=number)
+    twin = copy.copy(step)
+    twin.runtime = replace(step.runtime, runs=program, batches=batches)
+    return twin

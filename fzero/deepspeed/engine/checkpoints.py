@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fzero.checkpoint import folders as files
 from fzero.checkpoint.agreement import check_same_folder, of_rank_0, together
@@ -21,6 +22,7 @@ from fzero.checkpoint.loading import load_partly, starts
 from fzero.checkpoint.saving import save as save_state
 from fzero.checkpoint.weights import load_weights, save_16bit_model
 from fzero.common.arguments import check_kind, check_path, refuse
+from fzero.common.random_states import random_states, set_random_states
 from fzero.common.safe_files import create
 from fzero.comms import collectives
 from fzero.comms.hangs.failures import meet
@@ -220,6 +222,21 @@ class EngineFiles:
             f"load_checkpoint: {path} must be saved by an engine, and was saved by fzero.save; "
             f"load it with fzero.load"
         )
+
+    def random_state(self) -> Mapping[str, Tensor]:
+        """The random state of the process, which the module uses; in a pipeline the
+        state's, because its layers draw keyed numbers.
+        """
+        state, step = self.engine.state, self.engine.train_step
+        if step.runtime.spec.is_part:
+            return state.rng
+        return {kind: x for kind, x in random_states(step.device).items() if kind in state.rng}
+
+    def set_random_state(self) -> None:
+        """Makes the state's the random state of the process, but in a pipeline."""
+        step = self.engine.train_step
+        if not step.runtime.spec.is_part:
+            set_random_states(self.engine.state.rng, step.device)
 
     def save_16bit_model(
         self,

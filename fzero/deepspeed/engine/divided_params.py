@@ -22,11 +22,7 @@ from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.deepspeed.engine.divided import Divided
 from fzero.deepspeed.engine.param_status import mark
-from fzero.deepspeed.engine.param_views import (
-    PartitionedParameter,
-    PartitionedParameterError,
-    engine_of,
-)
+from fzero.deepspeed.engine.param_views import PartitionedParameterError, engine_of
 from fzero.model.tensor_uses import CASTS, called, cast_to, needs_values
 from fzero.runtime.step_spec import check_same
 
@@ -64,7 +60,7 @@ class Rules(NamedTuple):
     keep: Callable[[Tensor], Tensor] = lambda shard_S: shard_S
 
 
-class DividedParameter(PartitionedParameter):
+class DividedParameter(nn.Parameter):
     """A parameter that is divided and not gathered now: empty, with DeepSpeed's
     attributes (`ds_shape`, `ds_tensor`, …).
     """

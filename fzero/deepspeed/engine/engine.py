@@ -26,13 +26,16 @@ from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 import torch
+from rich.console import RenderableType
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
+from fzero.config.config import Config
 from fzero.data.loader import CurriculumLoader
 from fzero.deepspeed.engine.accumulation import Accumulation
 from fzero.deepspeed.engine.call_errors import NO_FORWARD, CallError, check_loss
 from fzero.deepspeed.engine.checkpoints import EngineFiles
-from fzero.deepspeed.engine.client_optimizers import changed, lr_of
+from fzero.deepspeed.engine.client_optimizers import Hyper
 from fzero.deepspeed.engine.config_keys import EngineKeys
 from fzero.deepspeed.engine.data_efficiency import DataSchedules
 from fzero.deepspeed.engine.dataloader import ResumableLoader
@@ -40,16 +43,20 @@ from fzero.deepspeed.engine.direct_backward import DirectBackward
 from fzero.deepspeed.engine.facade import Tools
 from fzero.deepspeed.engine.generation import Generator
 from fzero.deepspeed.engine.held import show_part
-from fzero.deepspeed.engine.live_grads import shows
-from fzero.deepspeed.engine.module import HoldsModule
-from fzero.deepspeed.engine.monitor import check_packages, monitors
+from fzero.deepspeed.engine.layouts import Layouts
+from fzero.deepspeed.engine.live_buffers import LiveBuffers
+from fzero.deepspeed.engine.live_grads import LiveGrads, shows
+from fzero.deepspeed.engine.log import EngineLog
+from fzero.deepspeed.engine.module import GATHERS_16_BIT, HeldModule
 from fzero.deepspeed.engine.optimizer import EngineOptimizer
+from fzero.deepspeed.engine.outside_grads import OutsideGrads
 from fzero.deepspeed.engine.param_status import available
-from fzero.deepspeed.engine.param_views import ENGINES
+from fzero.deepspeed.engine.param_views import ENGINES, LiveParams
+from fzero.deepspeed.engine.progress import Progress
 from fzero.deepspeed.engine.settings import DEEPSPEEDS_OWN, Settings
-from fzero.deepspeed.engine.step_log import CommsLog, StepLog
+from fzero.deepspeed.engine.step_log import CommsLog
 from fzero.model.errors import not_trained
-from fzero.profiling.profiler import dtype_of
+from fzero.pipeline.module import PipelineError
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Outcome
@@ -65,7 +72,7 @@ training mode.
 """
 
 
-class Engine(HoldsModule, nn.Module):
+class Engine(nn.Module):
     """Made by `fzero.initialize`. An `nn.Module` with the child `module`; attributes
     that it lacks are looked up there.
 
@@ -79,14 +86,31 @@ class Engine(HoldsModule, nn.Module):
             None for an engine that does not train.
         lr_scheduler: stepped after each update that was not skipped, or None.
         training_dataloader: of `training_data`, or None.
-        metrics: of the last update, or None. Its loss is NaN where the script called
-            `loss.backward()` on a loss that the engine did not see (`engine.scale`
-            shows it).
-        comms_log: the collectives of this rank, where `comms_logger` is enabled; else
-            None.
-        micro_steps, global_steps, global_samples, skipped_steps: as DeepSpeed counts
-            them.
+        accumulation, progress, held_module, engine_log, engine_settings, engine_tools,
+        data_schedules, engine_generator, engine_files: the parts of the engine, whose
+            public names it has as well.
     """
+
+    lr_scheduler: Any
+    # of the parts, for the type checker
+    cfg: Config
+    device: torch.device
+    dp_world_size: int
+    micro_steps: int
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    metrics: Metrics | None
+    hyper: list[Hyper]
+    comms_log: CommsLog | None
+    live: LiveParams
+    grads: LiveGrads
+    outside_grads: OutsideGrads
+    live_buffers: LiveBuffers
+    layouts: Layouts
+    is_gathered: bool
+    active_step: Callable[[], TrainStep]
+    log_line: Callable[[RenderableType], None]
 
     def __init__(
         self,
@@ -99,44 +123,31 @@ class Engine(HoldsModule, nn.Module):
         config: Mapping[str, Any] | None = None,
         held: frozenset[str] = frozenset(),
     ) -> None:
-        nn.Module.__init__(self)
-        self.train_step, self.state, self.keys, self.live_optimizer = (
-            train_step,
-            state,
-            keys,
-            optimizer,
-        )
-        self.training_dataloader, self.lr_scheduler = training_dataloader, None
-        self.config, self.engine_settings = dict(config or {}), Settings(self)
-        self.metrics: Metrics | None = None
-        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        micro_batch = train_step.spec.cfg.batch_sizes(train_step.data_world_size).micro
-        self.accumulation = Accumulation(
-            self, steps=train_step.plan.num_micro_steps, micro_batch=micro_batch
-        )
+        super().__init__()
+        # both: nn.Module's own look-up is slower
+        self._modules["module"] = self.__dict__["module"] = train_step.spec.model
+        self.train_step, self.state, self.keys = train_step, state, keys
+        self.live_optimizer, self.lr_scheduler = optimizer, None
+        self.training_dataloader, self.config = training_dataloader, dict(config or {})
         self.open_window: AccumulationWindow | None = None
-        self._has_lost = self.grads_are_reduced = self._is_applied = False
+        self._has_lost = self.grads_are_reduced = False
         self._lacks_loss = self._has_warned = self._runs_parts = False
-        # rates, a step, and it with these rates
-        self._followed: tuple[list[float], TrainStep, TrainStep] | None = None
         self._direct = DirectBackward(
             self._collects_directly, scales=train_step.runtime.rules.loss.scales_loss
         )
-        check_packages(keys)
-        self._monitors = monitors(keys) if train_step.rank == 0 else []
-        says, model = train_step.rank == 0, train_step.spec.model
-        dtype = dtype_of(train_step.plan, train_step.runtime.autocast)
-        self._watch = StepLog(keys, model, train_step.plan, train_step.device, dtype, is_on=says)
-        self.comms_log = None
-        if keys.comms_logger.enabled:
-            self.comms_log = CommsLog(keys.comms_logger, self.log_line if says else None)
-            self.train_step = train_step.observed(self.comms_log)
-        self.engine_tools = Tools(
-            self, writers=self._monitors, batch_size=self.accumulation.samples()
+        self.engine_settings, self.progress = Settings(self), Progress(self)
+        micro_batch = self.cfg.batch_sizes(self.dp_world_size).micro
+        self.accumulation = Accumulation(
+            self, steps=train_step.plan.num_micro_steps, micro_batch=micro_batch
         )
-        self.data_schedules = DataSchedules(self)
-        self._hold(model, held)
+        self.engine_log = EngineLog(self)
+        self.train_step = self.engine_log.observed(train_step)
+        self.engine_tools, self.data_schedules = Tools(self), DataSchedules(self)
+        self.held_module = HeldModule(self, held)
+        self.held_module.begin()
         self.engine_generator, self.engine_files = Generator(self), EngineFiles(self)
+
+    # --- as a module ------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
         """The training mode of the module. `eval()` of a hybrid engine prints where the
@@ -144,6 +155,46 @@ class Engine(HoldsModule, nn.Module):
         """
         self.engine_generator.note_mode(trains=mode)
         return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """For `to`, `half`, `cuda` and the like, also of a module that holds the
+        engine: nothing may change.
+        """
+        for dtype in {param.dtype for param in self.live.own.values()}:
+            probe = torch.empty(0, dtype=dtype, device=self.device)
+            if (now := fn(probe)).dtype != dtype or now.device != self.device:
+                raise RuntimeError(
+                    f"engine.to: must keep the device and dtypes of its state, and would make "
+                    f"{dtype} on {self.device} {now.dtype} on {now.device}; move the model before "
+                    f"initialize, set bf16 or fp16 in the configuration, or move the state with "
+                    f"offload_states"
+                )
+        return self
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As `load_module_state_dict`, from the names of `state_dict()`, which begin
+        with `module.`. *Collective:* every rank.
+        """
+        named = {key.removeprefix("module."): value for key, value in state_dict.items()}
+        known = self.train_step.runtime.stored_names.keys()
+        self.load_module_state_dict(named, strict=strict)
+        missing, unexpected = sorted(known - named.keys()), sorted(named.keys() - known)
+        return _IncompatibleKeys(
+            [f"module.{key}" for key in missing], [f"module.{key}" for key in unexpected]
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if "module" not in self.__dict__:
+            raise AttributeError(name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"engine: has no attribute {name!r}, nor has its module ({error}); "
+                f"docs/deepspeed.md lists its attributes"
+            ) from None
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -153,11 +204,12 @@ class Engine(HoldsModule, nn.Module):
 
         *Collective* in stage 3: every rank.
         """
+        self._check_is_whole()
         if self.is_gathered:
             return self.module(*inputs, **kwargs)
         if self.module.training:
             kwargs |= self.data_schedules.data_arguments()
-        return self._run(self.module, inputs, kwargs)
+        return self.run_forward(self.module, inputs, kwargs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -173,6 +225,7 @@ class Engine(HoldsModule, nn.Module):
             retain_graph: whether another backward of the same graph will follow.
             scale_wrt_gas: False does not divide by `gradient_accumulation_steps()`.
         """
+        self._check_is_whole()
         self._direct.settle()
         parts = self.accumulation.steps if scale_wrt_gas else 1
         self._check_loss("backward", loss)
@@ -201,6 +254,11 @@ class Engine(HoldsModule, nn.Module):
         window = self._window_for("scale", loss)
         self._direct.scaled(loss.reshape(()))
         return scaled_loss(self.active_step().runtime, window, loss)
+
+    def _check_is_whole(self) -> None:
+        """Raises in a pipeline: a rank has one stage only, and `train_batch` updates."""
+        if self.train_step.runtime.spec.is_part:
+            raise PipelineError("Only train_batch() is accessible in pipeline mode.")
 
     def _window_for(self, where: str, loss: Tensor) -> AccumulationWindow:
         """The window of a loss. It begins here if the script has only called parts of
@@ -249,7 +307,7 @@ class Engine(HoldsModule, nn.Module):
         self.grads_are_reduced = self.accumulation.is_syncing and self.accumulation.ends
         # the ranks compare the numbers of the update in its last backward
         if self.grads_are_reduced:
-            step = self._following()
+            step = self.progress.following()
         self._lacks_loss |= loss is None
         shown = torch.zeros((), device=self.device) if loss is None else loss
         parts = num_parts or self.accumulation.steps
@@ -262,7 +320,7 @@ class Engine(HoldsModule, nn.Module):
         with (
             known,
             self._guarded(),
-            self._watch.of("backward", self.global_steps),
+            self.engine_log.watch.of("backward", self.global_steps),
             passing or nullcontext(),
         ):
             with going_back(step.runtime, window, visits, shown, **how) as after:
@@ -281,18 +339,19 @@ class Engine(HoldsModule, nn.Module):
                 (DeepSpeed would go on with NaN); the state is unchanged, and the next
                 accumulation begins.
         """
+        self._check_is_whole()
         self._direct.settle()
         if not self.accumulation.is_syncing:
             raise CallError(
                 "engine.step: must not be called inside no_sync, whose gradients are not reduced; "
                 "call it after"
             )
-        self._is_applied, updates = False, self.accumulation.ends
+        self.progress.is_applied, updates = False, self.accumulation.ends
         if updates:
             before = self.global_steps
-            with self._watch.of("update", before):
+            with self.engine_log.watch.of("update", before):
                 self._update(lr_kwargs or {})
-            self._report(before)
+            self.engine_log.report(before)
         self.micro_steps += 1
         self.tput_timer.stop(global_step=updates)
 
@@ -316,13 +375,13 @@ class Engine(HoldsModule, nn.Module):
             )
         with optimizer.stepping():
             self._make_update(window, optimizer)
-        self._step_scheduler(lr_kwargs)
+        self.progress.step_scheduler(lr_kwargs)
 
     def _make_update(self, window: AccumulationWindow, optimizer: EngineOptimizer) -> None:
         without = self.grads.take()
         self.live.check()
         optimizer.settle()
-        step = self._following()
+        step = self.progress.following()
         step.runtime.learned.hyper.edits = self.grads.edits.take() | optimizer.state.edits.take()
         overflow = list[Callable[[], int]]()
 
@@ -339,54 +398,14 @@ class Engine(HoldsModule, nn.Module):
                 self.state, self.metrics = end(step.runtime, collected, sees=sees)
         except FloatingPointError:  # the step has ended without an update
             self.open_window, self.micro_steps = None, self.micro_steps + 1
-            self._show_buffers()
+            self.held_module.show_buffers()
             raise
         if self._lacks_loss:
             self.metrics = self.metrics._replace(
                 loss=torch.full_like(self.metrics.loss, float("nan"))
             )
         self.train_step, self.open_window, self._lacks_loss = step, None, False
-        self._has_updated(overflow=overflow[0], num_micro_steps=len(window.loss_stats))
-
-    def _has_updated(self, *, overflow: Callable[[], int], num_micro_steps: int) -> None:
-        """Counts an update. `overflow` reads whether it was skipped."""
-        optimizer, metrics = self.live_optimizer, self.metrics
-        assert optimizer is not None and metrics is not None
-        self.global_samples += self.accumulation.samples(num_micro_steps)
-        optimizer.state.refresh()
-        self._show_buffers()
-        optimizer.overflow = self.cfg.skips_overflow and bool(overflow())
-        self.global_steps += 1
-        self._is_applied = not optimizer.overflow
-        self.skipped_steps += optimizer.overflow
-        if optimizer.overflow:
-            self.log_line(
-                f"OVERFLOW! Rank 0 skipped the step. Attempted loss scale: "
-                f"{metrics.loss_scale.item():g}, next: {optimizer.loss_scale:g}"
-            )
-
-    def _step_scheduler(self, lr_kwargs: Mapping[str, Any]) -> None:
-        """After an update: steps the scheduler, if it was not skipped."""
-        if self.lr_scheduler is not None and self._is_applied:
-            owner: Any = getattr(self.lr_scheduler, "optimizer", None)
-            if owner is not None:  # torch warns about a scheduler whose optimizer was never stepped
-                owner._opt_called = True
-            self.lr_scheduler.step(**lr_kwargs)
-
-    def _following(self) -> TrainStep:
-        """The step with the present numbers of the param groups."""
-        step, groups = self.active_step(), self.hyper
-        rates, others = (
-            [lr_of(group) for group in groups],
-            changed(step.runtime.updater.optimizers, groups),
-        )
-        if others is None and self._followed is not None:
-            known, *same = self._followed
-            if rates == known and any(step is one for one in same):
-                return same[-1]
-        made = step.following(rates, others)
-        self._followed = (rates, step, made)
-        return made
+        self.progress.has_updated(overflow=overflow[0], num_micro_steps=len(window.loss_stats))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients collected since the last update; after an update there
@@ -421,14 +440,14 @@ class Engine(HoldsModule, nn.Module):
     ) -> T:
         """Runs a submodule that the script calls by itself, on its inputs as they are."""
         self._runs_parts = True
-        return self._run(function, inputs, kwargs, part=name)
+        return self.run_forward(function, inputs, kwargs, part=name)
 
     @property
     def repeated(self) -> ForwardBackward | None:
         """In a backward, while a checkpoint of the script runs such a submodule again:
         what it runs for. Else None.
         """
-        if not self._runs_parts or self._is_inside or self.open_window is None:
+        if not self._runs_parts or self.held_module.is_inside or self.open_window is None:
             return None
         work = self.open_window.work
         return (
@@ -437,7 +456,7 @@ class Engine(HoldsModule, nn.Module):
             else None
         )
 
-    def _run(
+    def run_forward(
         self,
         function: Callable[..., T],
         inputs: tuple[Any, ...],
@@ -458,7 +477,7 @@ class Engine(HoldsModule, nn.Module):
             dtype, run = None, f"{run} {part!r}"
 
         def call() -> T:
-            self._is_inside = True
+            self.held_module.is_inside = True
             try:
                 known = available() if step.plan.row.shards("params") else nullcontext()
                 with (
@@ -469,13 +488,13 @@ class Engine(HoldsModule, nn.Module):
                 ):
                     return function(*inputs, **kwargs)
             finally:
-                self._is_inside = False
+                self.held_module.is_inside = False
 
         is_func = torch._C._are_functorch_transforms_active()
         trains = torch.is_grad_enabled() and not is_func and self.live_optimizer is not None
         if step.runtime.observer and trains and part is None:
             step.runtime.observer.sees((inputs, kwargs), is_call=True)
-        with self._watch.of("forward", self.global_steps, trains=trains):
+        with self.engine_log.watch.of("forward", self.global_steps, trains=trains):
             if not trains:
                 return self._inspect(
                     step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func
@@ -484,7 +503,7 @@ class Engine(HoldsModule, nn.Module):
             with self._guarded():
                 window = self._opened(still)
                 outputs = self.train_step.forward(window, call, run=run, still=still)
-                self._show_buffers()
+                self.held_module.show_buffers()
             self._direct.watch(window.work, outputs)
             return outputs
 
@@ -507,10 +526,10 @@ class Engine(HoldsModule, nn.Module):
             window.work.forwards.still = still
             step.runtime.learned.holds_still |= bool(still)
             self._direct.watch(window.work, ())
-            self._show_buffers()
+            self.held_module.show_buffers()
         return self.open_window
 
-    def _takes_outside(self, name: str, grad: Tensor | None) -> bool:
+    def takes_outside(self, name: str, grad: Tensor | None) -> bool:
         """Takes the gradient of a parameter that a loss uses outside of the forwards;
         returns whether `.grad` is not for it.
 
@@ -569,7 +588,7 @@ class Engine(HoldsModule, nn.Module):
         outputs, changed = step.inspect(state, kept, run=run)
         if changed:
             shown.now.update(changed)
-            self._show_buffers()
+            self.held_module.show_buffers()
         return outputs
 
     @contextmanager
@@ -602,11 +621,14 @@ class Engine(HoldsModule, nn.Module):
             self._has_lost = self.open_window is not None and bool(self.open_window.loss_stats)
             self.open_window = None
             self.grads.take()
-            self._show_buffers()
+            self.held_module.show_buffers()
             raise
 
 
 show_part(Engine, "accumulation", Accumulation, but=("ends", "samples"))
+show_part(Engine, "progress", Progress, but=("following", "has_updated", "step_scheduler"))
+show_part(Engine, "held_module", HeldModule, also=GATHERS_16_BIT, but=("begin", "show_buffers"))
+show_part(Engine, "engine_log", EngineLog, but=("observed", "report"))
 show_part(Engine, "engine_settings", Settings, also=DEEPSPEEDS_OWN)
 show_part(Engine, "engine_tools", Tools)
 show_part(Engine, "data_schedules", DataSchedules)

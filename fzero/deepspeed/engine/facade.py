@@ -16,7 +16,8 @@ from fzero.deepspeed.engine.dataloader import ResumableLoader
 from fzero.deepspeed.engine.monitor import MonitorMaster
 from fzero.deepspeed.engine.own_files import TorchCheckpointEngine
 from fzero.deepspeed.engine.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
-from fzero.profiling.writers import Writer
+from fzero.deepspeed.topology import PipelineParallelGrid, grid_of
+from fzero.pipeline.module import PipelineModule
 
 if TYPE_CHECKING:
     from fzero.deepspeed.engine.engine import Engine
@@ -31,25 +32,33 @@ class Tools:
         timers: a script's own timers, which measure where `wall_clock_breakdown` is
             set.
         tput_timer: samples per second.
-        mpu: None, because all ranks are data-parallel.
     """
 
     monitor: MonitorMaster
     timers: SynchronizedWallClockTimer
     tput_timer: ThroughputTimer
-    mpu: Any = None
     client_optimizer: Any = None
     """The optimizer that the script gave to `initialize`, or None."""
 
-    def __init__(self, engine: Engine, *, writers: list[Writer], batch_size: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.monitor = MonitorMaster(writers)
+        self.monitor = MonitorMaster(engine.engine_log.writers)
         self.timers = (
             SynchronizedWallClockTimer(engine.log_line)
             if engine.keys.wall_clock_breakdown
             else NoopTimer()
         )
-        self.tput_timer = ThroughputTimer(batch_size=batch_size)
+        self.tput_timer = ThroughputTimer(batch_size=engine.accumulation.samples())
+
+    @property
+    def mpu(self) -> PipelineParallelGrid | None:
+        """The places of all ranks of a pipeline; None where all are data-parallel."""
+        module = self.engine.module
+        if not isinstance(module, PipelineModule):
+            return None
+        return grid_of(
+            module, rank=self.engine.train_step.rank if module.stage_id is None else None
+        )
 
     def get_wall_clock_timers(self) -> Any:
         """The timers by name."""

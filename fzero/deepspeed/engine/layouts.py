@@ -20,7 +20,7 @@ from fzero.runtime.step_spec import StepSpec
 from fzero.step import TrainStep
 
 if TYPE_CHECKING:
-    from fzero.deepspeed.engine.module import HoldsModule
+    from fzero.deepspeed.engine.engine import Engine
 
 
 class Layouts:
@@ -31,7 +31,7 @@ class Layouts:
         held: the names of the parameters that the optimizer holds.
     """
 
-    def __init__(self, engine: HoldsModule, held: frozenset[str]) -> None:
+    def __init__(self, engine: Engine, held: frozenset[str]) -> None:
         self._engine, self._held, self._flags = engine, held, Flags(engine.module)
         self._seen: list[bool] | None = None  # the flags in the last training forward
         # under which no flat buffer has both trained and `still` parameters

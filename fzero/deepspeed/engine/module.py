@@ -1,23 +1,21 @@
-"""`HoldsModule`: a script's module under an engine. Its parameters show the state, and
+"""`HeldModule`: a script's module under an engine. Its parameters show the state, and
 calling it calls the engine.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import optree
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from fzero.common.arguments import check_kind
 from fzero.data.token_dropping import dropping_of
-from fzero.deepspeed.engine.accessors import Accessors
 from fzero.deepspeed.engine.layouts import Layouts
 from fzero.deepspeed.engine.live_buffers import LiveBuffers
 from fzero.deepspeed.engine.live_grads import LiveGrads
@@ -26,10 +24,15 @@ from fzero.deepspeed.engine.param_views import ENGINES, LiveParams
 from fzero.deepspeed.engine.parts import hold_parts, release_parts
 from fzero.resharding.parameters import full_params, with_weight
 from fzero.state import TrainState
-from fzero.step import AccumulationWindow, TrainStep
+from fzero.step import TrainStep
 from fzero.transforms.configured import with_blocks, with_dropping
 
+if TYPE_CHECKING:
+    from fzero.deepspeed.engine.engine import Engine
+
 T = TypeVar("T")
+GATHERS_16_BIT = ("_consolidated_16bit_state_dict", "_zero3_consolidated_16bit_state_dict")
+"""Names of DeepSpeed's engine that scripts use in spite of their first letter."""
 
 
 class _Forward:
@@ -37,21 +40,21 @@ class _Forward:
     module gets the original one.
     """
 
-    def __init__(self, engine: HoldsModule, module: nn.Module) -> None:
-        self.engine, self.module, self.original = engine, module, module.forward
+    def __init__(self, held: HeldModule, module: nn.Module) -> None:
+        self.held, self.module, self.original = held, module, module.forward
         functools.update_wrapper(self, self.original)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        engine = self.engine
-        if engine._is_inside or engine.is_gathered or engine.live.is_replaced:
+        held = self.held
+        if held.is_inside or held.is_gathered or held.live.is_replaced:
             return self.original(*inputs, **kwargs)
-        return engine._run(self.original, inputs, kwargs)
+        return held.engine.run_forward(self.original, inputs, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For copies and pickles: the method of the copy's class, or the module's own
         original function.
         """
-        if "forward" in self.engine._own_forward:
+        if "forward" in self.held.own_forward:
             return _same, (self.original,)
         return getattr, (self.module, "forward")
 
@@ -60,81 +63,49 @@ def _same(x: T) -> T:
     return x
 
 
-class HoldsModule(Accessors):
-    """The part of `Engine` that handles the module and the memory of the state."""
+class HeldModule:
+    """The part of an engine that handles its module and the memory of the state.
 
-    module: nn.Module
+    Args:
+        engine: its module and step are there already.
+        held: the names of the parameters that the optimizer holds.
+
+    Attributes:
+        is_inside: whether a forward of the engine runs.
+        is_gathered: whether the module runs by itself, on full parameters.
+        own_forward: the entry `forward` of the module's dict, where it has one.
+    """
+
     live: LiveParams
     grads: LiveGrads
     outside_grads: OutsideGrads
     live_buffers: LiveBuffers
-    open_window: AccumulationWindow | None
-    _run: Callable[..., Any]
-    """The forward of `Engine`."""
-    _takes_outside: Callable[[str, Tensor | None], bool]
     layouts: Layouts
-    _is_inside = is_gathered = _is_away = False
+    is_gathered: bool
 
-    def _hold(self, module: nn.Module, held: frozenset[str]) -> None:
+    def __init__(self, engine: Engine, held: frozenset[str]) -> None:
+        self.engine, module, step = engine, engine.module, engine.train_step
+        self.is_inside = self.is_gathered = self._is_away = False
+        # from here on the module's parameters are views of the state
+        step.runtime.learned.origin.close()
+        self.live = LiveParams(module, step.plan, step.data_rank)
+        self.grads = LiveGrads(self.live)
+        self.outside_grads = OutsideGrads(self.live, engine.takes_outside)
+        self.layouts = Layouts(engine, held)
+        self.live_buffers = LiveBuffers(module, step.plan)
+        self.own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
+
+    def begin(self) -> None:
         """Makes every call of the module a call of the engine, also from the module's
         own methods (`generate`, `loss`).
         """
-        # both: nn.Module's own look-up is slower
-        self._modules["module"] = self.__dict__["module"] = module
-        # from here on the module's parameters are views of the state
-        self.train_step.runtime.learned.origin.close()
-        self.live = LiveParams(module, self.train_step.plan, self.train_step.data_rank)
-        self.grads = LiveGrads(self.live)
-        self.outside_grads = OutsideGrads(self.live, self._takes_outside)
-        self.layouts = Layouts(self, held)
-        self.live_buffers = LiveBuffers(module, self.train_step.plan)
-        self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
+        engine, module = self.engine, self.engine.module
         module.__dict__["forward"] = _Forward(self, module)
-        if self.train_step.plan.row.shards("params") and self.train_step.spec.compile is None:
-            hold_parts(self, module)
+        if engine.train_step.plan.row.shards("params") and engine.train_step.spec.compile is None:
+            hold_parts(engine, module)
         self.show_state()
         self.outside_grads.watch()
-        ENGINES.add(self)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """For `to`, `half`, `cuda` and the like, also of a module that holds the
-        engine: nothing may change.
-        """
-        for dtype in {param.dtype for param in self.live.own.values()}:
-            probe = torch.empty(0, dtype=dtype, device=self.device)
-            if (now := fn(probe)).dtype != dtype or now.device != self.device:
-                raise RuntimeError(
-                    f"engine.to: must keep the device and dtypes of its state, and would make "
-                    f"{dtype} on {self.device} {now.dtype} on {now.device}; move the model before "
-                    f"initialize, set bf16 or fp16 in the configuration, or move the state with "
-                    f"offload_states"
-                )
-        return self
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As `load_module_state_dict`, from the names of `state_dict()`, which begin
-        with `module.`. *Collective:* every rank.
-        """
-        named = {key.removeprefix("module."): value for key, value in state_dict.items()}
-        known = self.train_step.runtime.stored_names.keys()
-        self.load_module_state_dict(named, strict=strict)
-        missing, unexpected = sorted(known - named.keys()), sorted(named.keys() - known)
-        return _IncompatibleKeys(
-            [f"module.{key}" for key in missing], [f"module.{key}" for key in unexpected]
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if "module" not in self.__dict__:
-            raise AttributeError(name)
-        try:
-            return getattr(self.module, name)
-        except AttributeError as error:
-            raise AttributeError(
-                f"engine: has no attribute {name!r}, nor has its module ({error}); "
-                f"docs/deepspeed.md lists its attributes"
-            ) from None
+        ENGINES.add(engine)
 
     @property
     def has_values(self) -> bool:
@@ -147,12 +118,6 @@ class HoldsModule(Accessors):
             or not self.live.is_away
             or self.live.is_replaced
         )
-
-    def run_part(
-        self, name: str, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> T:
-        """Of `Engine`."""
-        raise NotImplementedError
 
     @contextmanager
     def gathered(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Tensor]]:
@@ -167,7 +132,7 @@ class HoldsModule(Accessors):
         *Collective* in stage 3: every rank.
         """
         before, self.is_gathered = self.is_gathered, names is None
-        found = full_params(self.active_step(), self.state, names)
+        found = full_params(self.active_step(), self.engine.state, names)
         try:
             with self.showing({name: found[name] for name in self.live.own.keys() & found.keys()}):
                 yield found
@@ -205,11 +170,11 @@ class HoldsModule(Accessors):
                 f"engine.compile: takes a backend and no other arguments, got "
                 f"{compile_kwargs or others}; leave them out"
             )
-        release_parts(self.module)  # compiled code would run through them
+        release_parts(self.engine.module)  # compiled code would run through them
         self._remake(
             compile="block",
             compile_backend=backend,
-            transforms=with_blocks(self.train_step.spec.transforms),
+            transforms=with_blocks(self.engine.train_step.spec.transforms),
         )
 
     def random_ltd_initialize(self) -> None:
@@ -218,17 +183,71 @@ class HoldsModule(Accessors):
 
         *Collective:* every rank.
         """
+        engine = self.engine
         self._remake(
-            transforms=with_dropping(self.train_step.spec.transforms, dropping_of(self.module))
+            transforms=with_dropping(engine.train_step.spec.transforms, dropping_of(engine.module))
         )
 
     def _remake(self, **changes: Any) -> None:
         """Goes on with a step of a changed spec, which has the same states.
         *Collective:* every rank.
         """
-        self.train_step = self.layouts.step_of(replace(self.train_step.spec, **changes))
-        if self.comms_log is not None:
-            self.train_step = self.train_step.observed(self.comms_log)
+        engine = self.engine
+        step = self.layouts.step_of(replace(engine.train_step.spec, **changes))
+        engine.train_step = engine.engine_log.observed(step)
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """The full weights, on every rank's CPU. *Collective:* every rank.
+
+        Args:
+            destination: a dict to which the weights are added.
+            prefix: the prefix of their names.
+            keep_vars: must be False, because the weights are copies.
+            exclude_frozen_parameters: whether to omit frozen parameters.
+        """
+        if keep_vars:
+            raise ValueError(
+                "module_state_dict: keep_vars must be False, got True: gathered weights are "
+                "copies; leave it out"
+            )
+        frozen = self._frozen if exclude_frozen_parameters else set()
+        found = {} if destination is None else destination
+        for name, x in self.active_step().gather(self.engine.state).items():
+            if name not in frozen:
+                found[f"{prefix}{name}"] = x
+        return found
+
+    @property
+    def _frozen(self) -> set[str]:
+        params = self.engine.train_step.spec.model.named_parameters(remove_duplicate=False)
+        return {name for name, param in params if not param.requires_grad}
+
+    def consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The full weights in the model's dtypes, on rank 0; None on the others.
+        *Collective:* every rank.
+        """
+        step = self.active_step()
+        full = step.gather(self.engine.state, to="rank0")
+        frozen = self._frozen if exclude_frozen_parameters else set()
+        like = {
+            name: x.dtype for name, x in step.spec.model.named_parameters(remove_duplicate=False)
+        }
+        found = {
+            name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen
+        }
+        return found if step.rank == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict = (
+        consolidated_16bit_state_dict
+    )
 
     def load_module_state_dict(
         self,
@@ -272,7 +291,7 @@ class HoldsModule(Accessors):
         params = {name for buffer in step.plan.flat_buffers for name in buffer.layout.names}
         for key, name in step.runtime.stored_names.items():
             if key in values and name in params:
-                self.state = with_weight(step, self.state, name, values[key])
+                self.engine.state = with_weight(step, self.engine.state, name, values[key])
             elif key in values:
                 self.live_buffers.now[name].copy_(values[key])
         self.show_state()
@@ -296,7 +315,7 @@ class HoldsModule(Accessors):
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Moves the state back to the device after `offload_states`."""
-        self._move(self.train_step.device)
+        self._move(self.engine.train_step.device)
         self._is_away = False
 
     def destroy(self) -> None:
@@ -304,26 +323,26 @@ class HoldsModule(Accessors):
         holds in full; a second call is none.
         """
         self.close_window()
-        release_parts(self.module)
-        self.module.__dict__.pop("forward", None)
-        self.module.__dict__.update(self._own_forward)
+        release_parts(self.engine.module)
+        self.engine.module.__dict__.pop("forward", None)
+        self.engine.module.__dict__.update(self.own_forward)
         self.live.close()
         self.outside_grads.close()
-        self.__dict__.pop("state", None)
-        self._is_away, self._monitors = True, []
+        self.engine.__dict__.pop("state", None)
+        self._is_away, self.engine.engine_log.writers = True, []
 
     # --- the memory of the state ------------------------------------------------------------------
 
     def take_over(self, step: TrainStep, state: TrainState[Tensor]) -> None:
         """Continues with a state, and with the step to which it belongs."""
-        if step is not self.train_step:
-            self.train_step = step if self.comms_log is None else step.observed(self.comms_log)
+        if step is not self.engine.train_step:
+            self.engine.train_step = self.engine.engine_log.observed(step)
             self.live.follow(step.plan)
             self.layouts.forget()
-        self.state = state
+        self.engine.state = state
         self.show_state()
-        if self.live_optimizer is not None:
-            self.live_optimizer.state.forget()
+        if self.engine.live_optimizer is not None:
+            self.engine.live_optimizer.state.forget()
 
     def active_step(self) -> TrainStep:
         """The step, once the module buffers that the script has assigned are in the
@@ -335,42 +354,43 @@ class HoldsModule(Accessors):
                 "reload_states first"
             )
         self.live_buffers.take()
-        return self.train_step
+        return self.engine.train_step
 
     def _move(self, device: torch.device) -> None:
         """Moves the flat buffers of the state to a device, unless the model is on the
         CPU.
         """
-        if self.device.type != "cpu":
-            state = self.state
+        if self.engine.device.type != "cpu":
+            state = self.engine.state
             parts = {
                 name: getattr(state, name) for name in ("params", "master", "grads", "optimizer")
             }
             moved = optree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, parts)
-            self.state = state._replace(**moved)
+            self.engine.state = state._replace(**moved)
             self.show_state()
 
     def show_state(self) -> None:
         """Makes the module's parameters views of the state, and shows its buffers, or
         the window's.
         """
-        self.live.look_at(self.state.params, self.train_step.device)
-        self._show_buffers()
+        self.live.look_at(self.engine.state.params, self.engine.train_step.device)
+        self.show_buffers()
 
     def close_window(self) -> None:
         """Drops the gradients and forwards since the last update; the state keeps what
         they wrote into module buffers.
         """
-        window, self.open_window = self.open_window, None
+        window, self.engine.open_window = self.engine.open_window, None
         self.grads.take()
         if window is not None:
             window.work.close()
-            self.state = self.state._replace(buffers=window.buffers)
-            self._show_buffers()
+            self.engine.state = self.engine.state._replace(buffers=window.buffers)
+            self.show_buffers()
 
-    def _show_buffers(self) -> None:
-        window = self.open_window
+    def show_buffers(self) -> None:
+        """Shows the buffers of the state, or of the window."""
+        window = self.engine.open_window
         if window is None:
-            self.live_buffers.show(self.state.buffers)
+            self.live_buffers.show(self.engine.state.buffers)
         else:
             self.live_buffers.show(window.buffers, window.before)

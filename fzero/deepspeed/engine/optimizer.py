@@ -354,7 +354,7 @@ class ConfiguredScheduler:
         rates: the learning rate of each group at the update after n others.
         momentum: the first beta likewise, where the schedule changes it.
         kind: the schedule's name in the configuration; `isinstance` of DeepSpeed's
-            class of that name is true.
+            class of that name is true. Empty for one that a script has made.
     """
 
     def __init__(
@@ -390,8 +390,8 @@ class ConfiguredScheduler:
 
     def get_last_lr(self) -> list[float]:
         """The rates that the last `step` set."""
-        # transformers looks for these words
-        assert self.last_batch_iteration >= 0, "need to call step() first"
+        # transformers looks for these words; a script's own schedule has rates at once
+        assert self.last_batch_iteration >= 0 or not self.kind, "need to call step() first"
         return self.get_lr()
 
     def get_mom(self) -> list[Any] | None:

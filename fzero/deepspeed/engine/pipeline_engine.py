@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +16,9 @@ from fzero.config.config import ConfigError, ConfigWarning
 from fzero.deepspeed.engine.config_keys import EngineKeys, PipelineKeys
 from fzero.deepspeed.engine.dataloader import RepeatingLoader
 from fzero.deepspeed.engine.engine import Engine
-from fzero.deepspeed.topology import PipelineParallelGrid, grid_of
+from fzero.deepspeed.topology import PipelineParallelGrid
 from fzero.pipeline.execution import PipelineProgram, stages_of
-from fzero.pipeline.module import PipelineError, PipelineModule
-from fzero.pipeline.order_check import plan_order
+from fzero.pipeline.module import PipelineModule
 from fzero.step import TrainStep
 
 
@@ -79,18 +76,18 @@ class PipelineEngine(Engine):
         self.live.check()
         self._begin_batch()
         self.live_optimizer.settle()
-        before, step = self.global_steps, self._following()
-        with self._watch.of("update", before):
+        before, step = self.global_steps, self.progress.following()
+        with self.engine_log.watch.of("update", before):
             with self.live_optimizer.stepping():
                 self.state, self.metrics = step(self.state, self._items(data_iter))
                 self.train_step = step
                 overflow = self.metrics.overflow
-                self._has_updated(
+                self.progress.has_updated(
                     overflow=lambda: int(overflow), num_micro_steps=self.micro_batches
                 )
-            self._step_scheduler({})
+            self.progress.step_scheduler({})
         self.micro_steps += self.micro_batches
-        self._report(before)
+        self.engine_log.report(before)
         self.total_loss = self.agg_train_loss = self.metrics.loss
         self._keep_loss(step)
         return self.metrics.loss
@@ -206,30 +203,6 @@ class PipelineEngine(Engine):
         """`fn` is applied to what the iterators yield, and returns (inputs, labels)."""
         self._batch_fn = fn
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Sets the number of micro-batches of a step from here on."""
-        self.accumulation.set_train_batch_size(train_batch_size)
-        step = self.train_step
-        program, pipeline, number = step.runtime.program, step.spec.parallelism, self.micro_batches
-        assert isinstance(program, PipelineProgram)
-        order: Any = getattr(pipeline, "order", None)
-        program = replace(program, order=plan_order(order, self.num_stages, number))
-        batches = replace(step.runtime.batches, num_micro_steps=number)
-        self.train_step = copy.copy(step)
-        self.train_step.runtime = replace(step.runtime, runs=program, batches=batches)
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Raises: a rank has one stage only."""
-        raise PipelineError("Only train_batch() is accessible in pipeline mode.")
-
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises: a rank has one stage only."""
-        raise PipelineError("Only train_batch() is accessible in pipeline mode.")
-
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises: `train_batch` updates."""
-        raise PipelineError("Only train_batch() is accessible in pipeline mode.")
-
     # --- the place of this rank -------------------------------------------------------------------
 
     def is_first_stage(self) -> bool:
@@ -254,11 +227,9 @@ class PipelineEngine(Engine):
     @property
     def grid(self) -> PipelineParallelGrid:
         """The places of all ranks."""
-        return grid_of(
-            self.module, rank=self.train_step.rank if self.module.stage_id is None else None
-        )
-
-    mpu = grid
+        grid = self.engine_tools.mpu
+        assert grid is not None
+        return grid
 
     @property
     def is_pipe_parallel(self) -> bool:
@@ -273,23 +244,11 @@ class PipelineEngine(Engine):
         """The updates so far."""
         return self.global_steps
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """True: `train_batch` makes a whole step."""
-        return True
-
     def reset_activation_shape(self) -> None:
         """Does nothing: shapes may change at any time."""
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Does nothing: tensors of any dtype are sent as they are."""
-
-    # --- files ------------------------------------------------------------------------------------
-
-    def random_state(self) -> Mapping[str, Tensor]:
-        return self.state.rng  # layers draw keyed numbers, whose root is in the state
-
-    def set_random_state(self) -> None:
-        """Nothing to do."""
 
 
 def prepare(model: nn.Module, engine_keys: EngineKeys, mpu: Any) -> None:

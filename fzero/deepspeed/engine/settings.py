@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from fzero.comms.rendezvous import launched
 from fzero.deepspeed.engine.deepspeed_config import DeepSpeedConfig
 from fzero.deepspeed.engine.settings_table import (
     ATTRIBUTES,
     CONSTANT,
     GIVEN,
+    PLACES,
     READ,
     REFUSED,
     look_up,
@@ -44,6 +46,12 @@ class Settings:
         gave.
         """
         return DeepSpeedConfig(self.engine.config, engine=self.engine)
+
+    @property
+    def local_rank(self) -> int:
+        """The index of this rank on its machine."""
+        me = launched()
+        return self.engine.device.index or 0 if me is None else me.local_rank
 
     def zero_optimization_partition_gradients(self) -> bool:
         return self.engine.train_step.plan.row.shards("grads")
@@ -237,5 +245,7 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 for _table, _made in ((GIVEN, _given), (READ, _read), (CONSTANT, _constant), (REFUSED, _refused)):
     for _name in _table:
         setattr(Settings, _name, _made(_name))
+for _name, _place in PLACES.items():
+    setattr(Settings, _name, property(lambda self, read=attrgetter(_place): read(self.engine)))  # type: ignore[misc]
 for _name, _value in ATTRIBUTES.items():
     setattr(Settings, _name, _value)

@@ -2,8 +2,8 @@
 that fzero answers with a constant.
 
 `Settings` has a method for every row. `GIVEN` reads the configuration as the script
-wrote it; a key that is left out or "auto" has DeepSpeed's default. `READ` is for values
-that the engine has. `CONSTANT` is for features that fzero does not have: they are off,
+wrote it; a key that is left out or "auto" has DeepSpeed's default. `READ` and `PLACES`
+are for values that the engine has. `CONSTANT` is for features that fzero does not have: they are off,
 or for what is always so. `REFUSED` is for methods that change how DeepSpeed trains,
 which have no counterpart here.
 """
@@ -104,6 +104,15 @@ READ: dict[str, tuple[str, type | None]] = {
 """Method: the attribute of the engine that it returns, such as a key of its
 configuration, and its type: null counts as false.
 """
+
+PLACES: dict[str, str] = {
+    "cfg": "train_step.spec.cfg",
+    "device": "train_step.device",
+    "dp_world_size": "train_step.data_world_size",
+    "global_rank": "train_step.rank",
+    "world_size": "train_step.world_size",
+}
+"""Attribute: the place in the engine of its value."""
 
 CONSTANT: dict[str, Any] = {
     "amp_enabled": False,

@@ -56,10 +56,6 @@ class _Schedule(ConfiguredScheduler, metaclass=_AlsoConfigured):
     def _type(cls) -> str:
         return next(c.__name__ for c in cls.__mro__ if c.__name__ in VALID_LR_SCHEDULES)
 
-    def get_last_lr(self) -> list[float]:
-        """The present rates, also before the first `step`."""
-        return self.get_lr()
-
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a constructor, from its `locals()`: each schedule's have the

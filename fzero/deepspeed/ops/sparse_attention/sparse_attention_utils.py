@@ -24,7 +24,7 @@ MASKS = "fzero_sparse"
 """
 
 
-class BertSparseSelfAttention(nn.Module):
+class _SelfAttention(nn.Module):
     """Queries, keys and values of a BERT layer, and sparse attention; without dropout
     of probabilities, as in DeepSpeed.
 
@@ -85,7 +85,7 @@ class BertSparseSelfAttention(nn.Module):
             1, 2
         )
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Any:
+    def context(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """The context, (B, L, H · D); the mask is `SparseSelfAttention`'s
         `key_padding_mask`.
         """
@@ -97,7 +97,14 @@ class BertSparseSelfAttention(nn.Module):
         return context.transpose(1, 2).flatten(-2)
 
 
-class LayerSelfAttention(BertSparseSelfAttention):
+class BertSparseSelfAttention(_SelfAttention):
+    __doc__ = _SelfAttention.__doc__
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.context(hidden_states, attention_mask)
+
+
+class LayerSelfAttention(_SelfAttention):
     """The same in a layer of transformers 5, whose mask of keys is bool, (B, L), and
     which wants probabilities, too: None.
     """
@@ -114,7 +121,7 @@ class LayerSelfAttention(BertSparseSelfAttention):
                 "sparse attention: has no cache of keys, and past_key_values is given; pass "
                 "use_cache=False"
             )
-        return super().forward(hidden_states, attention_mask), None
+        return self.context(hidden_states, attention_mask), None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
