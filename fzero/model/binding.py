@@ -316,8 +316,6 @@ def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
     for key in parameters.put:
         if dict.get(parameters, key) is not None:
             raise late("parameter", dot + key)
-    for key in parameters.names.keys() - place.names.keys():  # self.kept = self.weight
-        raise late("parameter", dot + key)
     for key, name in place.names.items():
         if parameters.names.get(key) != name:
             raise replaced(dot + key, parameters.names.get(key))

@@ -700,21 +700,6 @@ def test_a_view_of_a_parameter_that_a_forward_keeps_is_refused_in_a_later_step(
         step(state, batches()[1])
 
 
-class Registers(Model):
-    """Makes a parameter another module's, too, in the forward."""
-
-    def use(self, x: Tensor) -> Tensor:
-        self.b.other = self.a.weight
-        return super().use(x)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_parameter_that_a_forward_registers_again_is_refused_by_its_new_name(stage: int) -> None:
-    step = fzero.make_train_step(make(Registers), config(stage), units=["a", "b"])
-    with pytest.raises(ValueError, match=r"parameter 'b.other': must be there when the step is"):
-        step(step.init(), batches()[0])
-
-
 class ClampsLater(Clamps):
     num_calls = 0
 
