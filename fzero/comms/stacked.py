@@ -134,7 +134,7 @@ class _AsOneRank(TorchFunctionMode):
             return func(x)
         if isinstance(func, HigherOrderOperator) and func is not custom_function_call:
             raise VmapError(
-                f"the model must not call the operator {func.name().removesuffix('_impl')} of "
+                f"the model must not call the operator {func._name.removesuffix('_impl')} of "
                 f"torch, for which vmap has no rule or another result, and did"
             )
         if func is _embed:

@@ -39,6 +39,12 @@ CONTROL_FLOW = (
     "(weight = self.layer.weight.clone(), and torch.nn.functional.linear(x, weight) in the "
     "function), or write a Python if or for"
 )
+STALE_VIEW = (
+    "parameters of the model: must not be changed in place by the forward, or kept for a later one, "
+    "and one of them, or a view of one (weight.t(), weight[0]), was used after its memory had "
+    "changed; take it from the module anew in each forward, keep a copy "
+    "(weight.detach().clone()), and compute with a changed value (linear(x, normalize(weight)))"
+)
 OVER = (
     "backward: the loss must come from the present step, and its forward belongs to a step that is "
     "over (updated, or ended by an error), whose parameters are gone; run the forward again"
@@ -53,6 +59,7 @@ BETWEEN = (
 CHANGES_FLAG = "you can only change requires_grad flags of leaf"
 HOOKS_SAVED = "don't yet support saved tensor hooks"
 COMPILED_TWICE = "does not currently support double backward"
+CHANGED_BASE = "its base or another view of its base has been modified inplace"
 UNCAPTURED = "higher order operator doesn't work unless it is captured"
 """Parts of PyTorch's messages. Errors with such a message get a clearer one here."""
 
@@ -64,6 +71,8 @@ def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -
     # the nodes of parameters: changed in place
     if " of UnitRoot" in str(error) or " of ParamLeaf" in str(error):
         raise was_changed("of the model") from error
+    if CHANGED_BASE in str(error):
+        raise ParameterError(STALE_VIEW) from error
     if CHANGES_FLAG in str(error):
         raise flag_changed(None) from error
     if COMPILED_TWICE in str(error):

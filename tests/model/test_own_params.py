@@ -673,6 +673,33 @@ def test_a_forward_that_changes_a_parameter_is_refused_by_its_name_everywhere(
             step(step.init(), batches()[0])
 
 
+class Keeps(Model):
+    """Computes with what an earlier forward has kept of a parameter."""
+
+    def __init__(self, take: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.take, self.kept = take, list[Tensor]()
+
+    def use(self, x: Tensor) -> Tensor:
+        before, self.kept = self.kept, [self.take(self.a.weight)]
+        return super().use(x) + sum(kept.square().sum() for kept in before)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [Tensor.t, lambda weight: weight[0], lambda weight: weight.view(-1)],
+    ids=["t", "row", "view"],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_view_of_a_parameter_that_a_forward_keeps_is_refused_in_a_later_step(
+    stage: int, take: Callable[[Tensor], Tensor]
+) -> None:
+    step = fzero.make_train_step(make(lambda: Keeps(take)), config(stage))
+    state, _ = step(step.init(), batches()[0])
+    with pytest.raises(ValueError, match=r"or kept for a later one, and one of them, or a view"):
+        step(state, batches()[1])
+
+
 class ClampsLater(Clamps):
     num_calls = 0
 
