@@ -311,7 +311,7 @@ class TrainStep:
         function: Callable[[], T],
         *,
         run: str = "train",
-        still: frozenset[str] = frozenset(),
+        no_grad_names: frozenset[str] = frozenset(),
     ) -> T:
         """Calls `function`, which may call the model, and returns its result, whose
         tensors have autograd's graph.
@@ -328,12 +328,12 @@ class TrainStep:
             function: it must use the model's parameters through the model.
             run: a name for forwards that use the units in the same order. An order is
                 learned for each name.
-            still: the names of trained parameters that get no gradient from this
+            no_grad_names: the names of trained parameters that get no gradient from this
                 forward. A flat buffer is not updated if all its parameters are listed
-                in `still` in all forwards of a window.
+                in `no_grad_names` in all forwards of a window.
         """
         check_callable("forward", function, "a function without arguments that calls the model")
-        return phases.forward(self.runtime, window, function, kind=run, still=still)
+        return phases.forward(self.runtime, window, function, kind=run, no_grad_names=no_grad_names)
 
     def backward(
         self,
@@ -372,7 +372,7 @@ class TrainStep:
         }
         return phases.backward(self.runtime, window, loss, **how)
 
-    def passing(
+    def backward_through(
         self, window: AccumulationWindow, loss: Tensor, *, keeps: bool = False
     ) -> AbstractContextManager[None]:
         """A context in which a backward of another step may run through forwards of
@@ -381,7 +381,7 @@ class TrainStep:
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
-        return phases.passing(self.runtime, window, loss, keeps=keeps)
+        return phases.backward_through(self.runtime, window, loss, keeps=keeps)
 
     def update(self, window: AccumulationWindow) -> tuple[State, Metrics]:
         """Ends a window: clips its gradients, skips an overflow, and updates. Raises

@@ -223,7 +223,7 @@ def start_reduce_scatter_grads(
     states: Mapping[str, State] = {},
     is_last: bool = True,
     out_S: Tensor | None = None,
-    held_S: Tensor | None = None,
+    accumulated_S: Tensor | None = None,
     label: Label = REDUCE,
 ) -> Sending:
     """Starts to sum a flat buffer's gradients over all ranks. The result is this rank's
@@ -237,13 +237,17 @@ def start_reduce_scatter_grads(
         states: the states of the comm hooks, by axis.
         is_last: whether this is the last micro-step; in earlier ones shards are not
             summed over the replicate axes.
-        out_S, held_S: see `AxisMesh.start_reduce_scatter`.
+        out_S, accumulated_S: see `AxisMesh.start_reduce_scatter`.
     """
     how: dict[str, Any] = {"hooks": hooks.reduce, "states": states, "label": label}
     if buffer.flow.reduces_to == "full":
         return mesh.start_all_reduce(full_P, **how)
     return mesh.start_reduce_scatter(
-        full_P, out_S=out_S, sum_replicas="now" if is_last else "later", held_S=held_S, **how
+        full_P,
+        out_S=out_S,
+        sum_replicas="now" if is_last else "later",
+        accumulated_S=accumulated_S,
+        **how,
     )
 
 

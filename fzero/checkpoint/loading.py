@@ -22,7 +22,7 @@ from fzero.checkpoint.dcp_format import DcpReader, Fragment
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.checkpoint.torch_jobs import TorchJob, is_torch_job, starts_of
 from fzero.common.arguments import check_no_inference, check_path
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.model.origin import listed
 from fzero.plans.plan import Plan
 from fzero.resharding.new_state import begin_anew, blank, by_name, chosen_numbers, narrow, rescale
@@ -118,7 +118,7 @@ def load_by_ranks(
         loaded = step.on_each(lambda rank: load_by_ranks(call, dir, step.steps[rank], find, read))
         return loaded[0]._replace(state=step.joined([of_rank.state for of_rank in loaded]))
     axis = step.runtime.world
-    meet(call, axis)
+    store_barrier(call, axis)
     check_same_folder(axis, dir, call.rpartition(".")[2])
     path = Path(of_rank_0(axis, lambda: str(find(Path(dir)))))
     scratch = together(axis, partial(step.runtime.offload.make_files, step.runtime.mesh.world))

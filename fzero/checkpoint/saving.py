@@ -37,7 +37,7 @@ from fzero.common.pickles import load_tensors
 from fzero.common.version import installed_version
 from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.comms.records import Label
 from fzero.resharding.new_state import by_name, numbers_of
 from fzero.resharding.reshard import AnyStep
@@ -178,7 +178,7 @@ class Saving:
             CollectiveError: another rank died, or does not take part.
         """
         if self._outcome is None:
-            meet("Saving.wait", self._axis)
+            store_barrier("Saving.wait", self._axis)
         return self._ended()
 
     def _ended(self) -> Path:
@@ -442,7 +442,7 @@ def _started(
         parts = layout.parts_to_save(step.plan, step.runtime.rank, own)
         return [part for part in parts if part.key not in left and job.stores(part.tensor)]
 
-    meet("fzero.start_save" if copies else "fzero.save", axis)
+    store_barrier("fzero.start_save" if copies else "fzero.save", axis)
     check_same_folder(axis, path, "save")
     parts = together(axis, prepare)
     nbytes = dict(

@@ -29,7 +29,7 @@ from fzero.checkpoint.readers import foreign
 from fzero.checkpoint.safetensors import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
 from fzero.common.arguments import check_path
 from fzero.comms import collectives
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.comms.records import Label
 from fzero.compression.plan import is_added
 from fzero.resharding.new_state import blank
@@ -93,7 +93,7 @@ def save_16bit_model(
     check_path("out", out)
     runtime, names = step.runtime, step.runtime.stored_names
     runtime.check_state(state)
-    meet("fzero.checkpoint.save_16bit_model", runtime.mesh.world)
+    store_barrier("fzero.checkpoint.save_16bit_model", runtime.mesh.world)
     stored = {n: Stored(spec.shape, spec.dtype) for n, spec in step.plan.buffers.items()} | {
         name: Stored(shape, exported_dtype(buffer.dtypes.param, dtype))
         for buffer in step.plan.flat_buffers
@@ -156,7 +156,7 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
     if isinstance(step, LockstepRanks):
         return step.joined(step.on_each(lambda rank: load_weights(path, step=step.steps[rank])))
     world = step.runtime.world
-    meet("fzero.load_weights", world)
+    store_barrier("fzero.load_weights", world)
     scratch = together(world, partial(step.runtime.offload.make_files, step.runtime.mesh.world))
     check_same_folder(world, path, "load_weights")
     read = together(world, lambda: _load(Path(path), step, scratch))

@@ -30,7 +30,7 @@ from torch import Tensor
 from fzero.common.plain_values import pack, unpack
 from fzero.comms.axes import CollectiveError, LockstepAxis, ProcessAxis, RankAxis
 from fzero.comms.hangs.failures import Explained, failed
-from fzero.comms.hangs.progress import HERE
+from fzero.comms.hangs.progress import PROGRESS
 from fzero.comms.pending import SENDER, Letter, Letters, Pending, abandon, ended
 from fzero.comms.records import CommRecord, Label
 
@@ -82,7 +82,7 @@ def waited() -> dict[str, float]:
     """Seconds that the host has waited for collectives since the process began, by
     their purpose.
     """
-    return dict(HERE.waited)
+    return dict(PROGRESS.waited)
 
 
 def next_step(axis: RankAxis) -> None:
@@ -90,7 +90,7 @@ def next_step(axis: RankAxis) -> None:
     step of a single rank is not counted.
     """
     if isinstance(axis, ProcessAxis) and axis.size > 1:
-        HERE.num_steps, HERE.number = HERE.num_steps + 1, 0
+        PROGRESS.num_steps, PROGRESS.number = PROGRESS.num_steps + 1, 0
 
 
 # --- collectives that overlap compute -------------------------------------------------------------
@@ -439,7 +439,7 @@ def _report(
     axis: RankAxis, collective: str, label: Label, num_elements: int, tensor: Tensor
 ) -> None:
     if isinstance(axis, ProcessAxis):
-        HERE.number, HERE.label = HERE.number + 1, label
+        PROGRESS.number, PROGRESS.label = PROGRESS.number + 1, label
     if axis.observe is not None:
         axis.observe(
             CommRecord(
@@ -504,7 +504,7 @@ def exchange(value: Any, axis: RankAxis, *, label: Label = OTHER) -> list[Any]:
     return [unpack(bytes(row[:numel].tolist())) for row, numel in zip(rows, numels, strict=True)]
 
 
-def aside(value: int, axis: RankAxis, *, seconds: float) -> list[int] | None:
+def exchange_via_store(value: int, axis: RankAxis, *, seconds: float) -> list[int] | None:
     """Every rank's number, in rank order, outside the order of collectives; None unless
     all ranks call this within `seconds`.
 
@@ -514,7 +514,7 @@ def aside(value: int, axis: RankAxis, *, seconds: float) -> list[int] | None:
     if axis.size == 1:
         return [value]
     if isinstance(axis, LockstepAxis):
-        return axis.hub.aside(axis.global_rank(axis.rank), value)
+        return axis.hub.exchange_via_store(axis.global_rank(axis.rank), value)
     store: Any = dist.distributed_c10d._get_default_store()
     rank = axis.global_rank(axis.rank)
     number = store.add(f"fzero-aside/{rank}", 1)  # calls of this rank so far
@@ -536,7 +536,7 @@ def start_send(x: Tensor, target: int, axis: RankAxis, *, label: Label = OTHER) 
     Messages between two ranks arrive in the order in which they were sent. Sends the
     elements of `x`.
     """
-    # not counted in `HERE`: the number of messages differs between ranks
+    # not counted in `PROGRESS`: the number of messages differs between ranks
     if axis.observe is not None:
         axis.observe(CommRecord("send", axis.name, label, x.numel(), x.nbytes))
     if isinstance(axis, LockstepAxis):

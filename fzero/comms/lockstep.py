@@ -141,7 +141,7 @@ class Hub:
                 raise StuckError(f"rank {target} waits for rank {source}, which {why}")
         return self._mail.pop(message)
 
-    def aside(self, rank: int, value: int) -> list[int] | None:
+    def exchange_via_store(self, rank: int, value: int) -> list[int] | None:
         """Every rank's number, outside of the order of messages; None if another rank
         does not call it.
 

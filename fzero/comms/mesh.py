@@ -47,7 +47,7 @@ States = Mapping[str, State]
 _NONE: Mapping[str, Any] = {}
 
 
-class Division(Protocol):
+class MeshPlan(Protocol):
     """The part of a plan that these collectives read: how it divides the state among
     the ranks of a mesh.
     """
@@ -124,7 +124,7 @@ class AxisMesh(Generic[AnyAxis]):
         *,
         out_S: Tensor | None = None,
         sum_replicas: Literal["now", "later"] = "now",
-        held_S: Tensor | None = None,
+        accumulated_S: Tensor | None = None,
         hooks: Hooks = _NONE,
         states: States = _NONE,
         label: Label = REDUCE,
@@ -141,7 +141,7 @@ class AxisMesh(Generic[AnyAxis]):
                 None makes a new tensor, or uses that shard.
             sum_replicas: `"later"` leaves the sum along the replicate axes to
                 `start_sum_replicas`, which takes this result.
-            held_S: the sum of earlier calls. The shard is added to it, in its dtype,
+            accumulated_S: the sum of earlier calls. The shard is added to it, in its dtype,
                 before the sum along the replicate axes.
             hooks: the comm hooks, by axis.
             states: the states of the hooks, by axis; the returned `Sending` gives the
@@ -156,7 +156,7 @@ class AxisMesh(Generic[AnyAxis]):
             pending = through.start_reduce_scatter(x, axis, target, pending, label)
         assert pending is not None
         if self.replicate_axes and sum_replicas == "now":
-            pending = pending if held_S is None else _plus(pending, held_S)
+            pending = pending if accumulated_S is None else _plus(pending, accumulated_S)
             pending = through.start_sum(_out(pending, full_P), self.replicate_axes, pending, label)
         return Sending(pending, through.now)
 
@@ -215,7 +215,7 @@ class RankMesh(AxisMesh[RankAxis]):
     shard: int
 
     @classmethod
-    def of(cls, world: RankAxis, plan: Division) -> Self:
+    def of(cls, world: RankAxis, plan: MeshPlan) -> Self:
         """The axes of this rank. *Collective* on several axes of processes: the first
         call makes a process group for each.
         """
@@ -231,7 +231,7 @@ class RankMesh(AxisMesh[RankAxis]):
 
 
 def _axes(
-    world: AnyRank, plan: Division
+    world: AnyRank, plan: MeshPlan
 ) -> tuple[AnyRank, tuple[AnyRank, ...], tuple[AnyRank, ...]]:
     """All ranks, the shard axes and the replicate axes of one rank."""
     if not is_several(plan.mesh):
@@ -277,7 +277,7 @@ class OneRank:
 
 
 def traced_mesh(
-    world: ProcessAxis | AbstractAxis, plan: Division, device: torch.device
+    world: ProcessAxis | AbstractAxis, plan: MeshPlan, device: torch.device
 ) -> AxisMesh[TracedAxis]:
     """The mesh of one rank in a graph. *Collective* on several axes of processes, like
     `RankMesh.of`.
@@ -289,7 +289,7 @@ def traced_mesh(
     return AxisMesh(next(as_long, None) or TracedAxis.of(all_ranks, device), axes, replicate_axes)
 
 
-def stacked_mesh(ranks: Stacked, plan: Division) -> AxisMesh[StackedAxis]:
+def stacked_mesh(ranks: Stacked, plan: MeshPlan) -> AxisMesh[StackedAxis]:
     """The mesh of all ranks at once."""
     axes, replicate_axes = (
         tuple(map(ranks.axis, names)) for names in (plan.axes, plan.replicate_axes)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import CollectiveError
 from fzero.comms.hangs.failures import failed
-from fzero.comms.hangs.progress import HERE
+from fzero.comms.hangs.progress import PROGRESS
 from fzero.comms.records import Label
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Pending:
         if not self.works:  # always true in a graph, which cannot contain the lines below
             return
         thread, began = get_ident(), time.perf_counter()
-        HERE.waits[thread] = self.label
+        PROGRESS.waits[thread] = self.label
         try:
             with profiler_range("wait", self.label):
                 for work in self.works.result() if isinstance(self.works, Future) else self.works:
@@ -94,10 +94,10 @@ class Pending:
         except RuntimeError as error:
             raise failed(self.label, error) from error
         finally:
-            HERE.waits.pop(thread, None)
+            PROGRESS.waits.pop(thread, None)
             # that thread waits instead of the caller
             if not current_thread().name.startswith(SENDER):
-                HERE.waited[self.label.purpose] += time.perf_counter() - began
+                PROGRESS.waited[self.label.purpose] += time.perf_counter() - began
 
 
 def ended(x: Tensor, label: Label) -> Pending:

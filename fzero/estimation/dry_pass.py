@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from fzero.estimation.ledger import MemoryLedger
-from fzero.estimation.unit_events import Part, follow
+from fzero.estimation.unit_events import UnitEvent, follow
 from fzero.model.transforms import Size
 from fzero.plans.dataflow import GradHome, Holds
 from fzero.plans.plan import FlatParamPlan
@@ -72,7 +72,7 @@ class DryPass:
         self._holds: dict[str, Holds] = {buffer.key: "nothing" for buffer in self.plan.flat_buffers}
 
     def run(
-        self, parts: Sequence[Part], order: Sequence[Event], *, is_first: bool, is_last: bool
+        self, parts: Sequence[UnitEvent], order: Sequence[Event], *, is_first: bool, is_last: bool
     ) -> None:
         """One forward and backward, the first or last of its step; `order` is that of
         its collectives.
@@ -94,7 +94,7 @@ class DryPass:
         self.ledger.activations = 0
         self.ledger.write()
 
-    def _follow(self, part: Part, backward: Sequence[Event]) -> None:
+    def _follow(self, part: UnitEvent, backward: Sequence[Event]) -> None:
         ledger = self.ledger
         if part.unit and part.kind != "boundary":
             ledger.label = (
@@ -138,7 +138,7 @@ class DryPass:
                     self._end_reduce()
                 case "boundary":
                     pass
-                case "negotiate" | "depart" | "end" | "use" | "grad":
+                case "negotiate" | "leave_order" | "end" | "use" | "grad":
                     raise AssertionError(f"a scheduler that follows an order returns no {kind}")
                 case _:
                     assert_never(kind)

@@ -2,7 +2,7 @@
 model or from its declaration.
 
 A trace (`fzero.estimation.activation_trace`) has events of single parameters, the same
-for every stage; the plan groups the parameters into units. A `Part` is an event of a
+for every stage; the plan groups the parameters into units. A `UnitEvent` is an event of a
 unit, with the work until the next part.
 """
 
@@ -19,7 +19,7 @@ from fzero.plans.unit_orders import Event, early
 from fzero.plans.unit_scheduler import UnitScheduler
 
 
-class Part(NamedTuple):
+class UnitEvent(NamedTuple):
     """An event of a unit, and what happens until the next part, as in `TraceEvent`.
 
     The unit is entered, its gathered parameters are needed again, or gradients of `key`
@@ -39,27 +39,31 @@ class Part(NamedTuple):
     returns: int = 0
 
 
-def parts_of(plan: Plan, trace: ActivationTrace | None, machine: MachineModel) -> tuple[Part, ...]:
+def parts_of(
+    plan: Plan, trace: ActivationTrace | None, machine: MachineModel
+) -> tuple[UnitEvent, ...]:
     """The parts of one micro-step, in order; without a trace they have no work, and
     units run in declaration order.
     """
     return tuple(_declared(plan) if trace is None else _traced(plan, trace, machine))
 
 
-def _declared(plan: Plan) -> Iterator[Part]:
-    yield from (Part("fetch", unit.name) for unit in plan.units)
-    yield Part("boundary")
+def _declared(plan: Plan) -> Iterator[UnitEvent]:
+    yield from (UnitEvent("fetch", unit.name) for unit in plan.units)
+    yield UnitEvent("boundary")
     for unit in reversed(plan.units):
-        yield Part("unpack", unit.name)
+        yield UnitEvent("unpack", unit.name)
         trained = [buffer for buffer in unit.buffers if buffer.trainable]
         for buffer in trained:
-            yield Part("grad", unit.name, buffer.key, buffer is trained[-1], buffer.layout.numel)
+            yield UnitEvent(
+                "grad", unit.name, buffer.key, buffer is trained[-1], buffer.layout.numel
+            )
 
 
-def _traced(plan: Plan, trace: ActivationTrace, machine: MachineModel) -> Iterator[Part]:
+def _traced(plan: Plan, trace: ActivationTrace, machine: MachineModel) -> Iterator[UnitEvent]:
     homes, events = plan.homes, trace.events
     last = {homes[m.name][0].name: index for index, m in enumerate(events) if m.kind == "grad"}
-    before = Part("begin")
+    before = UnitEvent("begin")
     for index, (event, seconds) in enumerate(zip(events, trace.seconds(machine), strict=True)):
         unit, buffer = homes.get(event.name, (None, None))
         kind, name, key, ends, numel = event.kind, "", "", False, 0
@@ -72,7 +76,7 @@ def _traced(plan: Plan, trace: ActivationTrace, machine: MachineModel) -> Iterat
                     math.prod(buffer.layout.shape(event.name)),
                 )
         is_here = kind == "unpack" and buffer is not None and not buffer.flow.gathers_over
-        part = Part(
+        part = UnitEvent(
             "use" if is_here else kind,
             name,
             key,
@@ -100,7 +104,7 @@ def _traced(plan: Plan, trace: ActivationTrace, machine: MachineModel) -> Iterat
 
 
 def follow(
-    scheduler: UnitScheduler, part: Part, backward: Sequence[Event] | None, *, is_last: bool
+    scheduler: UnitScheduler, part: UnitEvent, backward: Sequence[Event] | None, *, is_last: bool
 ) -> tuple[Event, ...]:
     """The events that a part causes before its work. At the boundary a backward begins,
     which follows the order `backward`.
@@ -119,7 +123,7 @@ def follow(
     return events
 
 
-def order_of(plan: Plan, parts: Sequence[Part]) -> tuple[Event, ...]:
+def order_of(plan: Plan, parts: Sequence[UnitEvent]) -> tuple[Event, ...]:
     """The collectives of a micro-step, in the order that a running step records in its
     first and then repeats.
     """

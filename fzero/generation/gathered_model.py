@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.generation.lora import fuse_lora, merged
 from fzero.model.binding import bound
 from fzero.runtime.inspection import inspecting
@@ -159,7 +159,7 @@ def _full(
     found: dict[str, Tensor] = {}
     own: list[Tensor] = []
     if any(not isinstance(buffer.params.spec, Replicated) for buffer in step.plan.flat_buffers):
-        meet("generating", step.runtime.mesh.world)
+        store_barrier("generating", step.runtime.mesh.world)
     for buffer in step.plan.flat_buffers:
         held = state.params[buffer.key]
         flat: Tensor = in_memory(held).to(step.device)

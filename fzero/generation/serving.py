@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.generation.gathered_model import check_whole
 from fzero.state import TrainState
 from fzero.step import TrainStep
@@ -43,7 +43,7 @@ def server_weights(
         )
     check_whole(step, "server_weights")
     step.runtime.check_state(state)
-    meet("server_weights", step.runtime.mesh.world)
+    store_barrier("server_weights", step.runtime.mesh.world)
     for views in step.runtime.full_weights(state):
         if to == "rank0" and step.rank != 0:
             continue

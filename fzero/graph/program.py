@@ -31,7 +31,7 @@ from fzero.runtime.inspection import evaluated
 from fzero.runtime.outcome import explained
 from fzero.runtime.reductions import GradNorms
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.update import Hyper
+from fzero.runtime.update import UpdateNumbers
 from fzero.state import TrainState
 from fzero.storage.shard_transfer import ShardTransfer, read_later
 
@@ -52,7 +52,7 @@ class GraphProgram:
     """
 
     compiled: CompiledStep
-    hyper: Hyper
+    hyper: UpdateNumbers
     until: Literal["gradients", "update"]
     stacked: Stacked | None = None
     is_graph: ClassVar[bool] = True
@@ -86,7 +86,7 @@ class GraphProgram:
         updater, hyper = run.updater.traced(run.device)
 
         def transforms() -> Callable[..., Transform]:
-            return partial(updater.of_one_update().transform_of, hyper=hyper, tile=None)
+            return partial(updater.for_single_use().transform_of, hyper=hyper, tile=None)
 
         axis = run.ranks
         if isinstance(axis, LockstepAxis):  # this graph is never run

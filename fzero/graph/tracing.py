@@ -58,7 +58,7 @@ from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
 from fzero.model.changes import attributes_kept
 from fzero.model.errors import late
-from fzero.model.held_tensors import Held
+from fzero.model.held_tensors import SharedTensor
 from fzero.model.module_index import ModuleIndex
 from fzero.model.own_params import HeldStandIn, StandIn, marks_of
 
@@ -128,7 +128,7 @@ def trace(
     regions: Sequence[str] = (),
     reads: Sequence[Callable[..., Any]] = (),
     *,
-    held: Sequence[Held] = (),
+    held: Sequence[SharedTensor] = (),
 ) -> Traced:
     """Traces `function(*arguments)`. Nothing changes: not the arguments, not the model,
     no random state.

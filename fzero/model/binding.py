@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from fzero.common.random_states import random_states, set_random_states
 from fzero.model import own_params
 from fzero.model.errors import ShapeAndDtype, late, replaced, wrong_kind
-from fzero.model.held_tensors import Held
+from fzero.model.held_tensors import SharedTensor
 from fzero.model.module_index import ModuleIndex
 from fzero.model.own_params import (
     Fetch,
@@ -83,7 +83,7 @@ class Binding:
     """
 
     def __init__(
-        self, model: nn.Module, aliases: dict[str, str], held: Sequence[Held] = ()
+        self, model: nn.Module, aliases: dict[str, str], held: Sequence[SharedTensor] = ()
     ) -> None:
         self._model, self._aliases, self._held = model, aliases, held
         self._parents, self._tied = _parents_of_ties(aliases), set(aliases.values())
@@ -92,7 +92,7 @@ class Binding:
         self._names_of: dict[int, str] = {}  # keyed by id() of the module's own parameter
         self._read()
 
-    def hold(self, found: Sequence[Held]) -> None:
+    def hold(self, found: Sequence[SharedTensor]) -> None:
         """Adds tensors that the model keeps from a forward."""
         self._held = (*self._held, *found)
 
@@ -186,7 +186,7 @@ class Binding:
         bound_here = (
             {slot.name: slot for slot in slots if slot.before is not None} if self._held else {}
         )
-        held: dict[int, Held] = {}
+        held: dict[int, SharedTensor] = {}
         for each in self._held:
             if (
                 (not each.is_buffer or each.name in bound_here)

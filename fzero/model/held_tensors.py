@@ -1,4 +1,4 @@
-"""`Held`: a tensor through which code outside `module._parameters` and
+"""`SharedTensor`: a tensor through which code outside `module._parameters` and
 `module._buffers` reads a parameter or buffer of a model.
 
 It is a plain tensor that shares a parameter's memory (`weight.data`, `weight.t()`) in a
@@ -29,7 +29,7 @@ from fzero.model.own_params import address
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class SharedTensor:
     """A tensor that shares the memory of a parameter or buffer.
 
     Attributes:
@@ -78,14 +78,14 @@ class Held:
         )
 
 
-def find_held(model: nn.Module) -> tuple[Held, ...]:
+def find_held(model: nn.Module) -> tuple[SharedTensor, ...]:
     """The tensors outside of the model's slots that share memory with its parameters or
     its persistent buffers.
     """
     slots = list(_slots(model))
     owners = {id(owner): (owner, name, is_buffer) for owner, name, is_buffer, _ in slots}
     found = [
-        Held(ref(owner), ref(owner), name, is_buffer)
+        SharedTensor(ref(owner), ref(owner), name, is_buffer)
         for owner, name, is_buffer, is_alone in slots
         if not is_alone
     ]
@@ -131,8 +131,8 @@ def has_storage(x: Any) -> bool:
     )
 
 
-def _held_by(x: Tensor, owners: Any) -> Iterator[Held]:
-    """The `Held` of `x`: with the owner that has all of its elements, or else,
+def _held_by(x: Tensor, owners: Any) -> Iterator[SharedTensor]:
+    """The `SharedTensor` of `x`: with the owner that has all of its elements, or else,
     `is_apart`, with the first trained owner.
     """
     for owner, name, is_buffer in owners:
@@ -144,7 +144,7 @@ def _held_by(x: Tensor, owners: Any) -> Iterator[Held]:
             shown: dict[str, Any] = (
                 {} if is_same else {"size": (*x.shape,), "stride": x.stride(), "offset": first}
             )
-            yield Held(
+            yield SharedTensor(
                 ref(x),
                 ref(owner),
                 name,
@@ -155,5 +155,5 @@ def _held_by(x: Tensor, owners: Any) -> Iterator[Held]:
             return
     for owner, name, _ in owners:
         if owner.requires_grad:
-            yield Held(ref(x), ref(owner), name, is_buffer=False, is_apart=True)
+            yield SharedTensor(ref(x), ref(owner), name, is_buffer=False, is_apart=True)
             return

@@ -30,7 +30,7 @@ from fzero.model.module_index import ModuleIndex
 from fzero.model.tensor_uses import called, needs_values
 
 if TYPE_CHECKING:
-    from fzero.model.held_tensors import Held
+    from fzero.model.held_tensors import SharedTensor
 
 Fetch = Callable[[str], Tensor]
 
@@ -51,7 +51,7 @@ class Substitutes(NamedTuple):
     names: Mapping[int, str]
     fetch: Fetch
     buffer: Fetch
-    held: Mapping[int, Held] = {}
+    held: Mapping[int, SharedTensor] = {}
 
     def value_of(self, x: Tensor) -> Tensor:
         """The present value of one of the tensors."""

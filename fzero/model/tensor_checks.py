@@ -1,7 +1,7 @@
 """Checks of a model's tensors: a step raises for a model that it would not train, or
 would train differently from a plain loop.
 
-`check_tensors` runs when the step is made. After the first backward `OwnGrads` finds a
+`check_tensors` runs when the step is made. After the first backward `ModuleGradsUnused` finds a
 use of the module's own parameters that cannot be intercepted
 (`fzero.model.own_params`), and after each forward `check_unchanged` a change of memory
 that buffers share.
@@ -168,7 +168,7 @@ def _share_elements(one: _Span, other: _Span) -> bool:
     return bool(torch.isin(places(one), places(other)).any())
 
 
-class OwnGrads:
+class ModuleGradsUnused:
     """The gradients of a module's own parameters, as they were; a backward must not
     change them.
     """

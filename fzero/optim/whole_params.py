@@ -69,10 +69,10 @@ class WholeParams:
         if "lr" in given:
             given["lr"] = float(lr)
         contents = contents or ShardContents.whole(FlatLayout(("x",), ((4, 8),), 1))
-        return whole_transform(self.cls, given, contents, self.blanks)
+        return unsharded_transform(self.cls, given, contents, self.blanks)
 
 
-def whole_transform(
+def unsharded_transform(
     cls: type[Optimizer],
     params: Mapping[str, Any],
     contents: ShardContents,

@@ -165,7 +165,7 @@ class PipelineProgram:
     def observed(self, observe: Callable[[CommRecord], None]) -> PipelineProgram:
         """The same program, whose messages are also reported to `observe`."""
         return replace(
-            self, mailbox=replace(self.mailbox, ways=self.mailbox.ways.observed(observe))
+            self, mailbox=replace(self.mailbox, links=self.mailbox.links.observed(observe))
         )
 
     def _execute(self, passes: Passes, run: StepRuntime, order: PipeOrder) -> None:

@@ -108,7 +108,7 @@ class Received(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class Links:
     """The ranks of all stages, for messages to a later stage (`up`) and to an earlier
     one (`down`).
 
@@ -131,9 +131,9 @@ class Ways:
         """The axis of messages from a stage."""
         return self.up if stage < self.up.rank else self.down
 
-    def observed(self, observe: Callable[[CommRecord], None]) -> Ways:
+    def observed(self, observe: Callable[[CommRecord], None]) -> Links:
         """The same, whose messages are also reported to `observe`."""
-        return Ways(observed(self.up, observe), observed(self.down, observe))
+        return Links(observed(self.up, observe), observed(self.down, observe))
 
 
 class Expected(NamedTuple):
@@ -150,12 +150,12 @@ class Mailbox:
     """The messages of one rank with the stages before and after it.
 
     Attributes:
-        ways: the ranks with the same place in the other axes of the mesh, one for each
+        links: the ranks with the same place in the other axes of the mesh, one for each
             stage.
         device: the device of the tensors.
     """
 
-    ways: Ways
+    links: Links
     device: torch.device
     _sent_nbytes: dict[Route, int] = field(default_factory=dict)
     _received_nbytes: dict[Route, int] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class Mailbox:
         block[: head.numel()].copy_(head)
         for x, target in zip(tensors, _tensors_in(block, start, form[1]), strict=True):
             target.copy_(x.detach())
-        label, axis = message.label("to"), self.ways.to(message.peer)
+        label, axis = message.label("to"), self.links.to(message.peer)
         started = list[Pending]()
         if not fits:
             first = torch.zeros(usual, dtype=torch.uint8, device=self.device)
@@ -221,7 +221,7 @@ class Mailbox:
             block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             label = message.label("from")
             block = collectives.start_receive(
-                block, message.peer, self.ways.of(message.peer), label=label
+                block, message.peer, self.links.of(message.peer), label=label
             ).wait()
             head = _bytes_of(block[:FIRST])
             self._received_nbytes[message.route] = max(nbytes, FIRST)
@@ -297,7 +297,7 @@ class Mailbox:
             label = expected.message.label("from")
             self._coming[peer] = (
                 expected,
-                collectives.start_receive(block, peer, self.ways.of(peer), label=label),
+                collectives.start_receive(block, peer, self.links.of(peer), label=label),
             )
 
 

@@ -20,13 +20,13 @@ from torch import nn
 
 from fzero.comms import collectives
 from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
-from fzero.comms.hangs.progress import HERE
+from fzero.comms.hangs.progress import PROGRESS
 from fzero.comms.process_group import along, once_more
 from fzero.comms.records import Label
 from fzero.config.config import Config, ConfigError
 from fzero.pipeline.execution import PipelineProgram
 from fzero.pipeline.layers import StageLayers
-from fzero.pipeline.messages import Mailbox, Ways
+from fzero.pipeline.messages import Links, Mailbox
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder, with_transfers
@@ -142,14 +142,14 @@ class Pipeline:
         }
         check_same(world, {"configuration": spec.fingerprint_of_config, "pipeline": arguments})
         _check_groups(spec, layers, axis)
-        ways = Ways(axis, once_more(axis))
+        links = Links(axis, once_more(axis))
         program = PipelineProgram(
             layers, bounds, order, evaluation=partial(_forwards, order),
             loss_fn=spec.loss_fn or model.loss_fn,  # type: ignore[arg-type]
-            blocks=partial(_blocks, model, layers), mailbox=Mailbox(ways, run.device),
+            blocks=partial(_blocks, model, layers), mailbox=Mailbox(links, run.device),
         )  # fmt: skip
         return replace(
-            run, runs=program, job=_stages(run, model, bounds, order, world, ways), spec=own
+            run, runs=program, job=_stages(run, model, bounds, order, world, links), spec=own
         )
 
 
@@ -207,7 +207,7 @@ def _stages(
     bounds: Sequence[int],
     order: PipeOrder,
     world: RankAxis,
-    ways: Ways,
+    links: Links,
 ) -> Stages:
     """*Collective* of the stages: sends the names of their parameters.
 
@@ -215,7 +215,7 @@ def _stages(
         ConfigError: on every rank, if tied layers are in files.
     """
     axis, first = (
-        ways.up,
+        links.up,
         {f"tied_modules.{key}": tied.indices[0] for key, tied in model.tied.items()},
     )
 
@@ -249,7 +249,7 @@ def _stages(
     mesh = _checked_mesh(world)
     stage_of = [f"pipeline stage {mesh.coordinate(rank)[PIPE]}" for rank in range(world.size)]
     if isinstance(world, ProcessAxis):
-        HERE.places = {world.global_rank(rank): stage for rank, stage in enumerate(stage_of)}
+        PROGRESS.places = {world.global_rank(rank): stage for rank, stage in enumerate(stage_of)}
     members = [f"{stage} (rank {rank})" for rank, stage in enumerate(stage_of)]
 
     def place(name: str) -> int:
@@ -260,7 +260,7 @@ def _stages(
     buffers = tuple(order_of([own for own, *_ in every]))
     return Stages(
         world=world,
-        ways=ways,
+        links=links,
         members=tuple(members),
         buffers=buffers,
         most=max(len(own) for own, *_ in every),

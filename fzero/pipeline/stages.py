@@ -20,7 +20,7 @@ from torch import Tensor
 from fzero.comms import collectives
 from fzero.comms.axes import RankAxis, observed
 from fzero.comms.records import CommRecord, Label
-from fzero.pipeline.messages import Ways
+from fzero.pipeline.messages import Links
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
@@ -51,7 +51,7 @@ class Stages:
 
     Attributes:
         world: all ranks of the job.
-        ways: the ranks with the same place in the other axes, one for each stage.
+        links: the ranks with the same place in the other axes, one for each stage.
         members: each rank with its stage, in words.
         buffers: the flat buffers that have a part in the norm: (stage, place among its
             stage's), in the order of the layers; a tied one is named for its lowest
@@ -64,7 +64,7 @@ class Stages:
     """
 
     world: RankAxis
-    ways: Ways
+    links: Links
     members: tuple[str, ...]
     buffers: tuple[tuple[int, int], ...]
     most: int
@@ -75,7 +75,7 @@ class Stages:
     @property
     def axis(self) -> RankAxis:
         """The ranks of all stages, for collectives."""
-        return self.ways.up
+        return self.links.up
 
     @property
     def stage(self) -> int:
@@ -99,7 +99,9 @@ class Stages:
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same stages, whose collectives are also reported to `observe`."""
-        return replace(self, world=observed(self.world, observe), ways=self.ways.observed(observe))
+        return replace(
+            self, world=observed(self.world, observe), links=self.links.observed(observe)
+        )
 
     # --- at the start of a step -------------------------------------------------------------------
 
@@ -244,11 +246,11 @@ class Stages:
         found = {stage: x if stage == self.stage else torch.empty_like(x) for stage in holders}
         others = [stage for stage in holders if stage != self.stage]
         pending = [
-            collectives.start_receive(found[stage], stage, self.ways.of(stage), label=label)
+            collectives.start_receive(found[stage], stage, self.links.of(stage), label=label)
             for stage in others
         ]
         pending += [
-            collectives.start_send(x, stage, self.ways.to(stage), label=label) for stage in others
+            collectives.start_send(x, stage, self.links.to(stage), label=label) for stage in others
         ]
         for one in pending:
             one.end()

@@ -56,7 +56,7 @@ class Event(NamedTuple):
         "reduce",
         "end_reduce",
         "negotiate",
-        "depart",
+        "leave_order",
         "end",
         "use",
         "grad",

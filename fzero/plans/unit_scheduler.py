@@ -19,7 +19,7 @@ order in which a unit meets them:
 | reduce | the reductions of the unit start, with zeros where it has no gradients (agreed) |
 | keep | instead of reduce: the full gradients of the unit stay for the next micro-step |
 | end_reduce | the oldest reductions are waited for, and written to the memory where the gradients live |
-| negotiate, depart | the runtime agrees with all ranks on the next event, or on leaving the order; calls `agreed` or `depart` |
+| negotiate, leave_order | the runtime agrees with all ranks on the next event, or to leave it; calls `agreed` or `leave_order` |
 | use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |
 
 `executed`, the order and the events that `_issue` starts are the same on all ranks. The
@@ -86,7 +86,7 @@ class UnitScheduler:
     Attributes:
         in_forward: whether the model runs forward now, or backward.
         executed: the events of all runs that ranks have agreed on.
-        wish: the event that this rank negotiates, `END` at the end of a run; None
+        needed: the event that this rank negotiates, `END` at the end of a run; None
             otherwise.
     """
 
@@ -94,7 +94,7 @@ class UnitScheduler:
         self._rules, self._device, self._is_alone = rules, device, is_alone
         self.in_forward = True
         self.executed: list[Event] = []
-        self.wish: Event | None = None
+        self.needed: Event | None = None
         self._rest: Iterator[Event] = iter(())  # the wishes after this one
         self._run = _Run()
         # the index in `executed` at which the first forward after the last backward begins
@@ -242,11 +242,13 @@ class UnitScheduler:
         if is_followed and not self._filling:
             return tuple(out)
         if self._is_alone:
-            for wish in self._rest:
-                self._issue(wish, out)
+            for needed in self._rest:
+                self._issue(needed, out)
         else:
             self._rest = chain(self._rest, (END,))
-            self._wish(next(self._rest), "depart" if is_followed else "negotiate", out)
+            self._request_event(
+                next(self._rest), "leave_order" if is_followed else "negotiate", out
+            )
         return tuple(out)
 
     def finish(self) -> tuple[Event, ...]:
@@ -271,14 +273,14 @@ class UnitScheduler:
 
     def agreed(self, event: Event) -> tuple[Event, ...]:
         """All ranks have agreed on an event. After the event that this rank needed,
-        `wish` is its next one, or None.
+        `needed` is its next one, or None.
         """
         out: list[Event] = []
         if event != END:
             # an incomplete gradient is sent as it is, and its rest in a later event
             self._issue(event, out)
-        if event == self.wish:
-            self.wish = next(self._rest, None)
+        if event == self.needed:
+            self.needed = next(self._rest, None)
             self._go_on(event, out)
         return tuple(out)
 
@@ -287,7 +289,7 @@ class UnitScheduler:
         """How many events of the order were issued."""
         return self._run.place
 
-    def depart(self, place: int) -> tuple[Event, ...]:
+    def leave_order(self, place: int) -> tuple[Event, ...]:
         """All ranks need an event that the order lacks. They negotiate from event
         number `place` of the order on.
 
@@ -298,23 +300,23 @@ class UnitScheduler:
         out: list[Event] = []
         while self.place < place and (event := self._run.next) is not None:
             self._issue(event, out)
-        self._run.order, wish, self.wish = None, self.wish, None
-        assert wish is not None
-        if wish == Event("gather", self._under_way) or self._advance_to(wish, out):
-            self._go_on(wish, out)
+        self._run.order, needed, self.needed = None, self.needed, None
+        assert needed is not None
+        if needed == Event("gather", self._under_way) or self._advance_to(needed, out):
+            self._go_on(needed, out)
         return tuple(out)
 
     # --- rules ------------------------------------------------------------------------------------
 
     def _advance_to(self, wanted: Event, out: list[Event]) -> bool:
         """Issues the events up to `wanted`. False if ranks must agree on `wanted`
-        first; `wish` is set to it then.
+        first; `needed` is set to it then.
         """
         if self._run.order is None:
             if self._is_alone:
                 self._issue(wanted, out)
             else:
-                self._wish(wanted, "negotiate", out)
+                self._request_event(wanted, "negotiate", out)
             return self._is_alone
         while (event := self._run.next) is not None:
             if event.kind == "boundary" and wanted.kind == "gather" and self.in_forward:
@@ -324,11 +326,13 @@ class UnitScheduler:
             self._issue(event, out)
             if event == wanted:
                 return True
-        self._wish(wanted, "depart", out)
+        self._request_event(wanted, "leave_order", out)
         return False
 
-    def _wish(self, wanted: Event, kind: Literal["negotiate", "depart"], out: list[Event]) -> None:
-        self.wish = wanted
+    def _request_event(
+        self, wanted: Event, kind: Literal["negotiate", "leave_order"], out: list[Event]
+    ) -> None:
+        self.needed = wanted
         out.append(Event(kind))
 
     def _go_on(self, event: Event, out: list[Event]) -> None:

@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.plans.leaves import optimizer_leaves
 from fzero.plans.plan import FlatParamPlan
 from fzero.state import TrainState
@@ -99,7 +99,7 @@ def unreduced_grad_of(step: TrainStep, state: TrainState[Tensor], name: str) -> 
     """
     (flat, multiple), mesh = _grads(step, state, name), step.runtime.mesh
     buffer = flat.buffer
-    meet("reading a gradient before it is reduced (safe_get_full_grad)", mesh.world)
+    store_barrier("reading a gradient before it is reduced (safe_get_full_grad)", mesh.world)
     full_P = in_memory(flat.flat).to(step.device, torch_dtype(buffer.flow.send_dtype), copy=True)
     states = state.hook_states.get(buffer.key, {})
     mean, _ = start_reduce_scatter_grads(
@@ -252,7 +252,7 @@ class _Flat(NamedTuple):
             f"reading {buffer.key!r} in full (GatheredParameters, safe_get_full_fp32_param, "
             f"Engine.gathered)"
         )
-        meet(call, mesh.world)
+        store_barrier(call, mesh.world)
         if self.spec.spec != buffer.params.spec:
             held = own_shard(held, buffer, mesh.shard)
         return gather_flat(held, buffer, mesh)
@@ -272,7 +272,7 @@ class _Flat(NamedTuple):
         *Collective.*
         """
         mesh = self.step.runtime.mesh
-        meet("writing a part of a parameter (safe_set_local_fp32_param)", mesh.world)
+        store_barrier("writing a part of a parameter (safe_set_local_fp32_param)", mesh.world)
         own = own_shard(in_memory(self.flat).to(self.step.device), self.buffer, mesh.shard)
         return self.entries(gather_flat(own, self.buffer, mesh), name)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from fzero.common.arguments import check_kind
 from fzero.comms import collectives
 from fzero.comms.axes import AbstractAxis, ProcessAxis
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.comms.process_group import job
 from fzero.comms.records import Label
 from fzero.parallelism import parallelism_of
@@ -98,7 +98,7 @@ def reshard(
     for step in (new, old):
         if isinstance(step.runtime.ranks, ProcessAxis) and step.runtime.ranks.observe is not None:
             axis = replace(axis, observe=step.runtime.ranks.observe)
-    meet("fzero.reshard", axis)
+    store_barrier("fzero.reshard", axis)
     plans = staged_plan(old), staged_plan(new)
     mine = _report(state, old, new, plans)
     world = [

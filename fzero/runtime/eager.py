@@ -132,7 +132,7 @@ class ForwardBackward:
         run: str,
         *,
         saves: bool = True,
-        still: frozenset[str] = frozenset(),
+        no_grad_names: frozenset[str] = frozenset(),
         compares: bool = False,
     ) -> Iterator[None]:
         """Run the bound model inside this context. *Collective* in stage 3, also for
@@ -143,18 +143,22 @@ class ForwardBackward:
             saves: whether views of gathered buffers are saved as `SavedView`s. False
                 saves them as tensors, which keeps the buffers alive (for transforms of
                 torch.func, which allow no hooks).
-            still: trained parameters that require no gradients in this forward.
+            no_grad_names: trained parameters that require no gradients in this forward.
             compares: whether values of parameters are compared before and after, to
                 find changes through `.data`.
 
         Raises:
             ValueError: the forward has changed a parameter.
         """
-        # a forward gathers the same units with `still` and without
+        # a forward gathers the same units with `no_grad_names` and without
         with self._running(("forward", run)):
             self._leave("")
-            self._events.request(UnitScheduler.begin_forward, self.forwards.begin(run, still))
-            self.given.begin(self.forwards.last, compares=compares, shares=not (compares or still))
+            self._events.request(
+                UnitScheduler.begin_forward, self.forwards.begin(run, no_grad_names)
+            )
+            self.given.begin(
+                self.forwards.last, compares=compares, shares=not (compares or no_grad_names)
+            )
             try:
                 with saving(self) if saves and not self.gathers_nothing else nullcontext():
                     yield
@@ -162,7 +166,7 @@ class ForwardBackward:
                 self.given.name(error)
                 raise
             self._range.close()
-            self.gathers.check_full()
+            self.gathers.check_unmodified()
             self.given.end()
             self._events.request(UnitScheduler.boundary)
 
@@ -226,7 +230,7 @@ class ForwardBackward:
             if needs_grads and not self.reductions.has_come:
                 raise ValueError(UNRELATED)
             self._leave("")
-            self.gathers.check_full()
+            self.gathers.check_unmodified()
             if not self.reductions.only_adds:
                 self._events.request(UnitScheduler.end_backward)
                 self._let_go(UnitScheduler.finish)
@@ -234,7 +238,7 @@ class ForwardBackward:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
 
     @contextmanager
-    def passing(self, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
+    def backward_through(self, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
         """Inside, a backward of another step may run through forwards of this one;
         gradients here do not change.
 
@@ -242,7 +246,7 @@ class ForwardBackward:
         """
         with self._running(self.forwards.run_of("through", visits_in(loss, self))):
             self.status = "passed"
-            self.forwards.pass_through(keeps=keeps)
+            self.forwards.go_through(keeps=keeps)
             try:
                 yield
             finally:

@@ -33,7 +33,7 @@ from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.runtime.outcome import differing_passes, what_is_not_finite
 from fzero.runtime.reductions import GradNorms
 from fzero.runtime.step_spec import MismatchError, check_same
-from fzero.runtime.update import Hyper
+from fzero.runtime.update import UpdateNumbers
 from fzero.state import Metrics, TrainState
 from fzero.storage.shard_transfer import ShardTransfer
 
@@ -179,12 +179,12 @@ class Collected(NamedTuple):
     """The module buffers of the next state; `rng` and `hook_states` likewise."""
     rng: dict[str, Tensor]
     hook_states: dict[str, dict[str, Any]]
-    hyper: Hyper
+    hyper: UpdateNumbers
     transfer: ShardTransfer | None = None
     """The transfer of the backward."""
     norms: GradNorms | None = None
     """The norms that its reductions have measured."""
-    still: Collection[str] = ()
+    skipped: Collection[str] = ()
     """The keys of flat buffers that are not updated."""
     outcome: Outcome | None = None
     """The outcome, if a graph has also finished the step and updated the state."""
@@ -467,10 +467,10 @@ UPDATING = math.inf
 """The number that a rank sends in an update; a rank in a backward sends another one."""
 
 
-def number_of(num_passes: int, still: frozenset[str], *, is_last: bool) -> float:
+def number_of(num_passes: int, no_grad_names: frozenset[str], *, is_last: bool) -> float:
     """The number by which ranks compare a backward: from the number of passes so far,
     the parameters without gradients, and whether it is the last."""
-    number = num_passes + mark_of(still)
+    number = num_passes + mark_of(no_grad_names)
     return number if is_last else -number
 
 

@@ -47,7 +47,7 @@ class SavedView(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Lingering(NamedTuple):
+class LeakedView(NamedTuple):
     """A gathered buffer of which the model still holds a view when its unit is
     released. It keeps no memory.
 
@@ -115,7 +115,7 @@ class Gathers:
         self._under_way: dict[str, list[_Gather]] = {}
         self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
         self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
-        self.lingering: list[Lingering] = []
+        self.leaked: list[LeakedView] = []
         self._versions = {
             key: flat._version for key, flat in params.items() if isinstance(flat, Tensor)
         }
@@ -268,7 +268,7 @@ class Gathers:
             for flat in self._params.values()
             if isinstance(flat, Tensor) and flat.numel()
         )
-        released = (each.memory.cdata for each in self.lingering)
+        released = (each.memory.cdata for each in self.leaked)
         return at in self._by_storage or at in mine or tensor.untyped_storage()._cdata in released
 
     def _watch(self, flat: Tensor, key: str) -> None:
@@ -280,12 +280,12 @@ class Gathers:
             counter = flat.detach()
             counter.data = flat.new_empty(0)  # keeps the version counter
         memory = StorageWeakRef(flat.untyped_storage())  # type: ignore[no-untyped-call]
-        self.lingering.append(Lingering(key, counter, flat._version, memory))
+        self.leaked.append(LeakedView(key, counter, flat._version, memory))
 
-    def check_full(self) -> None:
+    def check_unmodified(self) -> None:
         """Raises ValueError if a forward changed a parameter in place: one that this
         rank holds in full, or one of a released unit."""
-        for key, counter, version, _ in self.lingering:
+        for key, counter, version, _ in self.leaked:
             if counter._version != version:
                 raise self._was_changed(f"of {key!r}")
         params, versions = self._params, self._versions

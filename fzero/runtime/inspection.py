@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fzero.common.arguments import check_callable
 from fzero.comms import collectives
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.comms.records import Label
 from fzero.model.binding import random_state
 from fzero.model.changes import modes_kept
@@ -48,7 +48,7 @@ def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str
     check_callable("inspect", function, "a function without arguments that calls the model")
     _check_read(run, state)
     if run.plan.row.shards("params"):
-        meet("TrainStep.inspect", run.mesh.world)
+        store_barrier("TrainStep.inspect", run.mesh.world)
     with inspecting(run, state, kind):
         return function()
 
@@ -96,7 +96,7 @@ def inspecting(
 def first_overflow(run: StepRuntime, state: State) -> str | None:
     """See `TrainStep.first_overflow`."""
     run.check_state(state)
-    meet("TrainStep.first_overflow", run.mesh.world)
+    store_barrier("TrainStep.first_overflow", run.mesh.world)
     return outcome.first_overflow(run, state)
 
 
@@ -109,7 +109,7 @@ def evaluated(
     `compute` sets evaluation mode itself; afterwards each module is in its own mode
     again.
     """
-    meet("TrainStep.evaluate", run.mesh.world)
+    store_barrier("TrainStep.evaluate", run.mesh.world)
     with modes_kept(run.spec.model), torch.no_grad(), random_state(state.rng, run.device):
         loss, weight = compute()
     row = loss_row(loss, weight, run.learned.num_passes)

@@ -3,10 +3,10 @@ state, and hold none of its tensors.
 
 A model may keep tensors from the first step: parameters as its forward got them, and
 views of gathered memory. In a plain loop these follow the parameter. So `hold` makes
-them `Held` from the second step on: while the model is bound, operators receive the
+them `SharedTensor` from the second step on: while the model is bound, operators receive the
 present values instead.
 
-`HyperCheck` is one of them: whether all ranks update with the same hyper-parameters, by
+`UpdateNumbersCheck` is one of them: whether all ranks update with the same hyper-parameters, by
 a checksum that travels with the loss.
 
 `ScheduleCache` is another. A `UnitScheduler` is a function of its requests: the same
@@ -14,7 +14,7 @@ requests give the same events. Steps make the same requests, so the cache keeps 
 answers in a tree. A node is a request, and its parent is the request before it. If the
 requests of a step are in the tree, a `CachedScheduler` only walks it. Otherwise a
 scheduler is made, which first gets all requests of the step so far. After `negotiate`
-and `depart` the events depend on other ranks, too, so nothing after these is
+and `leave_order` the events depend on other ranks, too, so nothing after these is
 remembered.
 """
 
@@ -31,15 +31,15 @@ from weakref import ref
 
 from torch import Tensor
 
-from fzero.model.held_tensors import Held, has_storage
+from fzero.model.held_tensors import SharedTensor, has_storage
 from fzero.model.origin import Origin
-from fzero.model.tensor_checks import OwnGrads, sharing_buffers
+from fzero.model.tensor_checks import ModuleGradsUnused, sharing_buffers
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.unit_orders import Event, Orders, Run
 from fzero.plans.unit_scheduler import UnitScheduler
-from fzero.runtime.gathers import Lingering
+from fzero.runtime.gathers import LeakedView
 from fzero.runtime.step_spec import StepSpec
-from fzero.runtime.update import Hyper, Updater
+from fzero.runtime.update import UpdateNumbers, Updater
 from fzero.state import TrainState
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from fzero.storage.file_tensor import StoredTensor
 
 EDITS = "gradients and optimizer state that the script has changed"
-"""The subject of an error about `HyperCheck.edits`."""
+"""The subject of an error about `UpdateNumbersCheck.edits`."""
 
 
 @dataclass(slots=True)
-class HyperCheck:
+class UpdateNumbersCheck:
     """The hyper-parameters whose checksum this rank has sent, and those whose checksum
     it will send.
 
@@ -72,8 +72,8 @@ class HyperCheck:
 
     groups: Sequence[str]
     optimizers: tuple[str, ...]
-    now: Hyper | None = None
-    last: Hyper | None = None
+    now: UpdateNumbers | None = None
+    last: UpdateNumbers | None = None
     is_late: bool = False
     edits: dict[str, str] = field(default_factory=dict)
     late_edits: dict[str, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class HyperCheck:
         self,
         updater: Updater,
         state: TrainState[Tensor],
-        hyper: Hyper | None = None,
+        hyper: UpdateNumbers | None = None,
         *,
         num_parts: int = 1,
     ) -> int:
@@ -107,7 +107,7 @@ class HyperCheck:
         )
         return zlib.crc32(repr(sent).encode())
 
-    def used(self, hyper: Hyper) -> None:
+    def used(self, hyper: UpdateNumbers) -> None:
         """Remembers the hyper-parameters that an update uses."""
         self.last, self.is_late = hyper, hyper != self.now
         self.late_edits, self.edits = self.edits, {}
@@ -115,7 +115,7 @@ class HyperCheck:
     def named(self, num_parts: int = 1) -> dict[str, dict[str, str]]:
         """The numbers behind the last checksum, as text by subject and name."""
 
-        def text(hyper: Hyper | None) -> dict[str, dict[str, str]]:
+        def text(hyper: UpdateNumbers | None) -> dict[str, dict[str, str]]:
             if hyper is None:
                 return {}
             return hyper._replace(optimizers=hyper.optimizers or self.optimizers).named(self.groups)
@@ -202,7 +202,7 @@ class CachedScheduler:
         self._node = None  # stays, if the scheduler raises
         method, *arguments = request
         events = method(scheduler, *arguments) or ()
-        if node is None or any(event.kind in ("negotiate", "depart") for event in events):
+        if node is None or any(event.kind in ("negotiate", "leave_order") for event in events):
             return events
         found = node.following.get(request)
         if found is None and cache.num_answers < MOST_ANSWERS:
@@ -231,34 +231,34 @@ class Learned:
         moving_buffers: the names of module buffers that steps change, once the ranks
             have agreed on them.
         compared: the kinds of forwards whose parameters have been compared.
-        own_grads: checks in the first step that the module's own parameters got no
+        module_grads: checks in the first step that the module's own parameters got no
             gradients.
         leaves: the parameters as the first forward got them, by name, until the next
             step.
-        lingering: the gathered buffers of which the model held views in the last step.
+        leaked: the gathered buffers of which the model held views in the last step.
         sharing: the names of buffers that share memory, which a step must not change.
-        holds_still: whether any forward has excluded trained parameters from its
+        leaves_out_params: whether any forward has excluded trained parameters from its
             gradients (`still`).
     """
 
     orders: Orders | None
-    hyper: HyperCheck
+    hyper: UpdateNumbersCheck
     origin: Origin
     num_passes: int = 0
     moving_buffers: frozenset[str] | None = None
     compared: set[str] = field(default_factory=set)
-    own_grads: OwnGrads | None = None
+    module_grads: ModuleGradsUnused | None = None
     leaves: list[tuple[str, ref[Tensor]]] = field(default_factory=list)
-    lingering: list[Lingering] = field(default_factory=list)
+    leaked: list[LeakedView] = field(default_factory=list)
     sharing: frozenset[str] = frozenset()
-    holds_still: bool = False
+    leaves_out_params: bool = False
     schedule_cache: ScheduleCache = field(default_factory=ScheduleCache)
 
     @classmethod
     def nothing(cls, spec: StepSpec) -> Self:
         """Before the first call of a step."""
         orders = Orders() if spec.schedule == "learned" else None
-        hyper = HyperCheck(spec.group_names, tuple(map(repr, spec.optimizers)))
+        hyper = UpdateNumbersCheck(spec.group_names, tuple(map(repr, spec.optimizers)))
         return cls(orders, hyper, Origin(spec.model), sharing=sharing_buffers(spec.model))
 
     @property
@@ -296,12 +296,12 @@ def hold(run: StepRuntime, params: Mapping[str, StoredTensor]) -> None:
     homes = {flat.untyped_storage()._cdata for flat in params.values() if isinstance(flat, Tensor)}
     kept = {
         each.memory.cdata: each.key
-        for each in learned.lingering
+        for each in learned.leaked
         if each.is_held and each.memory.cdata not in homes
     }
     if learned.leaves:
         found = [
-            Held(leaf, ref(own[name]), name, False)
+            SharedTensor(leaf, ref(own[name]), name, False)
             for name, leaf in learned.leaves
             if leaf() is not None
         ]
@@ -324,8 +324,8 @@ def hold(run: StepRuntime, params: Mapping[str, StoredTensor]) -> None:
         )
 
 
-def _view_of(x: Tensor, buffer: FlatParamPlan, own: Mapping[str, Tensor]) -> Iterator[Held]:
-    """The `Held` of a view of a gathered flat buffer: with the parameter that has all
+def _view_of(x: Tensor, buffer: FlatParamPlan, own: Mapping[str, Tensor]) -> Iterator[SharedTensor]:
+    """The `SharedTensor` of a view of a gathered flat buffer: with the parameter that has all
     of its elements.
     """
     first = int(x.storage_offset())
@@ -333,7 +333,7 @@ def _view_of(x: Tensor, buffer: FlatParamPlan, own: Mapping[str, Tensor]) -> Ite
     for name in buffer.layout.names:
         start, stop = buffer.layout.bounds(name)
         if start <= first and last < stop and x.dtype == own[name].dtype:
-            yield Held(
+            yield SharedTensor(
                 ref(x),
                 ref(own[name]),
                 name,

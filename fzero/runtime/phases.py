@@ -25,7 +25,7 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.records import CommRecord, Label
 from fzero.model.binding import is_bound, random_state
-from fzero.model.tensor_checks import OwnGrads
+from fzero.model.tensor_checks import ModuleGradsUnused
 from fzero.model.transforms import Call
 from fzero.plans.leaves import stream_name
 from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
@@ -175,8 +175,8 @@ def open_window(run: StepRuntime, state: State, *, measures_early: bool) -> Accu
     """An accumulation window of a state that is checked already; see `TrainStep.begin`."""
     learned = run.learned
     if learned.moving_buffers is None:
-        learned.own_grads = OwnGrads(run.spec.model)
-    if learned.leaves or any(each.is_held for each in learned.lingering):
+        learned.module_grads = ModuleGradsUnused(run.spec.model)
+    if learned.leaves or any(each.is_held for each in learned.leaked):
         hold(run, state.params)
     # Forwards write in copies, so that the given state stays valid if this step raises.
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
@@ -198,7 +198,7 @@ def open_window(run: StepRuntime, state: State, *, measures_early: bool) -> Accu
         norms=GradNorms(run.rules.loss.of_shard, in_memory=measures_early),
         seen=seen,
     )
-    learned.lingering = work.gathers.lingering
+    learned.leaked = work.gathers.leaked
     return AccumulationWindow(state, work, buffers, before, num_updates)
 
 
@@ -208,11 +208,11 @@ def forward(
     function: Callable[[], T],
     *,
     kind: str = "train",
-    still: frozenset[str] = frozenset(),
+    no_grad_names: frozenset[str] = frozenset(),
 ) -> T:
     """See `TrainStep.forward`; `kind` is its `run`."""
     learned = run.learned
-    learned.holds_still |= bool(still)
+    learned.leaves_out_params |= bool(no_grad_names)
     compares, is_counted = run.compares(kind), not window.work.gathers_nothing
     # Where ranks may make different numbers of forwards, only one that raises counts.
     learned.num_passes += is_counted
@@ -220,7 +220,7 @@ def forward(
         with (
             profiler_range("forward"),
             bound_to(run, window, lambda: (window.work.forwards.last_index,)),
-            window.work.forward(kind, still=still, compares=compares),
+            window.work.forward(kind, no_grad_names=no_grad_names, compares=compares),
         ):
             result = function()
             if compares:
@@ -297,8 +297,8 @@ def going_back(
         else ()
     )
     if is_last and run.offload.has_files:
-        run.offload.read_ahead(window.state, work.forwards.still_buffers(run.plan.flat_buffers))
-    number = number_of(learned.num_passes, work.forwards.still, is_last=is_last)
+        run.offload.read_ahead(window.state, work.forwards.skipped_buffers(run.plan.flat_buffers))
+    number = number_of(learned.num_passes, work.forwards.no_grad_names, is_last=is_last)
     checksum = learned.hyper.checksum(run.updater, window.state, num_parts=num_parts)
     after: list[AccumulationWindow] = []
     with (
@@ -311,28 +311,28 @@ def going_back(
             is_first=not window.loss_stats,
             is_last=is_last,
             keeps=keeps,
-            check=(lambda rows: check_passes(rows[:, 2])) if learned.holds_still else None,
+            check=(lambda rows: check_passes(rows[:, 2])) if learned.leaves_out_params else None,
             needs_grads=needs_grads,
         ) as rows,
     ):
         yield after
     (stats_W5,) = rows
     check_alike(stats_W5[:, 2:4], run.mesh.world, partial(learned.hyper.named, num_parts))
-    if learned.own_grads is not None:
-        learned.own_grads.check()
+    if learned.module_grads is not None:
+        learned.module_grads.check()
     after.append(
         window._replace(loss_stats=(*window.loss_stats, stats_W5), is_sum=weight is not None)
     )
 
 
 @contextmanager
-def passing(
+def backward_through(
     run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps: bool
 ) -> Iterator[None]:
-    """See `TrainStep.passing`."""
+    """See `TrainStep.backward_through`."""
     with (
         bound_to(run, window, partial(visits_in, loss, window.work)),
-        window.work.passing(loss, keeps=keeps),
+        window.work.backward_through(loss, keeps=keeps),
     ):
         yield
 
@@ -375,7 +375,7 @@ def collect(
     if rng is None and run.device.type == "cpu":  # each rank calls the update for itself
         check_updating(run.mesh.world)
     if not run.spec.cfg.zero_optimization.ignore_unused_parameters:
-        check_used(run, work.forwards.used | work.forwards.still)
+        check_used(run, work.forwards.used | work.forwards.no_grad_names)
     if run.offload.passes_use_files:
         run.agree_on_files(state)
     stats_AW5 = torch.stack(window.loss_stats)
@@ -384,7 +384,7 @@ def collect(
         if buffers
         else frozenset[str]()
     )
-    learned.moving_buffers, learned.own_grads = moving, None
+    learned.moving_buffers, learned.module_grads = moving, None
     hook_states: dict[str, Any] = work.reductions.hook_states
     return Collected(
         state,
@@ -396,7 +396,7 @@ def collect(
         run.updater.hyper(window.num_updates()),
         transfer=work.transfer,
         norms=work.reductions.norms,
-        still=work.forwards.still_buffers(run.plan.flat_buffers),
+        skipped=work.forwards.skipped_buffers(run.plan.flat_buffers),
     )
 
 
@@ -446,7 +446,7 @@ def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
     if collected.outcome is None:  # otherwise a graph has made the update
         skip = result.skip if run.rules.skips_overflow else None
         state = run.updater.update(
-            state, result.factor, skip, hyper=collected.hyper, still=collected.still
+            state, result.factor, skip, hyper=collected.hyper, skipped=collected.skipped
         )
     if run.observer:
         run.observer.has_updated()
@@ -462,7 +462,7 @@ def bound_throughout(run: StepRuntime, window: AccumulationWindow) -> Iterator[A
     yields the window.
     """
     # What a forward assigns to module buffers, or writes into `.grad`, is known after its binding.
-    if window.buffers or run.learned.own_grads is not None or run.changes.is_by_forward:
+    if window.buffers or run.learned.module_grads is not None or run.changes.is_by_forward:
         yield window
         return
     window.work.given.share(

@@ -328,7 +328,7 @@ class Reductions:
             held = self._transfer.load(stream_name("grads", buffer.key), held)
         return start_reduce_scatter_grads(
             *reduced, states=states, is_last=self._is_last, label=label,
-            out_S=held if home.is_in_place else None, held_S=held if home.adds_held else None,
+            out_S=held if home.is_in_place else None, accumulated_S=held if home.adds_held else None,
         )  # fmt: skip
 
     def end_oldest(self) -> None:

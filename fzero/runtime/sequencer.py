@@ -3,7 +3,7 @@ negotiates those that have no order yet.
 
 `fzero.plans.unit_scheduler` holds the rules as a state machine without tensors; a
 `Sequencer` hands each event to `Gathers` or `Reductions`. If the scheduler needs an
-event that is not in the order (its `wish`), all ranks agree on the next event.
+event that is not in the order (its `needed`), all ranks agree on the next event.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Sequencer:
                     self.phase = "backward"
                 case "negotiate":
                     self._negotiate()
-                case "depart":
-                    self._depart()
+                case "leave_order":
+                    self._leave_order()
                 case "end" | "use" | "grad":
                     raise AssertionError(f"a scheduler returns no {kind}")
                 case _:
@@ -144,13 +144,13 @@ class Sequencer:
 
     def _negotiate(self) -> None:
         """Agrees with all ranks on one event after the other, until this rank needs no
-        more (`wish` is None).
+        more (`needed` is None).
         """
         names, scheduler = list(self._units), self._cached.scheduler
-        while (wish := scheduler.wish) is not None:
+        while (needed := scheduler.needed) is not None:
             code = [-1, -1]
-            if wish.kind in AGREED:
-                code = [AGREED.index(wish.kind), names.index(wish.unit) if wish.unit else -1]
+            if needed.kind in AGREED:
+                code = [AGREED.index(needed.kind), names.index(needed.unit) if needed.unit else -1]
             row = torch.tensor(code, device=self._gathers.device)
             rows = collectives.stack(
                 row, self._mesh.world, label=Label("negotiate", phase=self.phase)
@@ -167,27 +167,27 @@ class Sequencer:
                 )
             )
 
-    def _depart(self) -> None:
+    def _leave_order(self) -> None:
         """Abandons the order if every rank needs an event that it lacks; the run is
         negotiated from here on.
 
         Raises:
             ScheduleError: some ranks do not leave the order.
         """
-        scheduler, wish = self._cached.scheduler, self._cached.scheduler.wish
+        scheduler, needed = self._cached.scheduler, self._cached.scheduler.needed
         places = (
-            collectives.aside(scheduler.place, self._mesh.world, seconds=PATIENCE)
+            collectives.exchange_via_store(scheduler.place, self._mesh.world, seconds=PATIENCE)
             if self._orders
             else None
         )
         if places is None or self._orders is None:
             raise ScheduleError(
-                f"rank {self._mesh.world.rank} needs to {wish} where the schedule of collectives "
+                f"rank {self._mesh.world.rank} needs to {needed} where the schedule of collectives "
                 f"has no such event: the model runs its units in another order than in the first "
                 f"step (a branch on data, a router, layer drop); pass schedule='negotiated', or "
                 f"name a module that holds the whole branch in units="
             )
-        events = scheduler.depart(max(places))
+        events = scheduler.leave_order(max(places))
         if self._orders.give_up(self._run):
             self._warn()
         self.execute(events)

@@ -26,12 +26,12 @@ from fzero.common.arguments import (
 )
 from fzero.comms import collectives
 from fzero.comms.axes import ProcessAxis, RankAxis
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.fields import compared
-from fzero.model.held_tensors import Held, find_held
+from fzero.model.held_tensors import SharedTensor, find_held
 from fzero.model.module_index import ModuleIndex
 from fzero.model.tensor_checks import check_tensors
 from fzero.model.transforms import AllChanges, ModelTransform, changes_of
@@ -128,7 +128,7 @@ class StepSpec(PlanSpec):
     """How `model` is divided among the ranks; None leaves it whole
     (`fzero.parallelism.parallelism_of`).
     """
-    held: tuple[Held, ...] | None = None
+    held: tuple[SharedTensor, ...] | None = None
     """The tensors outside of the model's slots that share memory with its parameters
     and buffers; None looks for them.
     """
@@ -341,7 +341,7 @@ def bind(mesh: Mesh | None, device: torch.device) -> ProcessAxis:
     the process group if necessary.
     """
     axis = join(device)
-    meet("fzero.make_train_step", axis)
+    store_barrier("fzero.make_train_step", axis)
     check_backend(device)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(

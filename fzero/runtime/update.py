@@ -47,7 +47,7 @@ overlaps with the next call.
 """
 
 
-class Hyper(NamedTuple):
+class UpdateNumbers(NamedTuple):
     """The numbers of one update that every rank computes on its own. They must be the
     same on all ranks.
 
@@ -135,7 +135,7 @@ class Updater:
             twin, optimizers=list(optimizers), _made={}, _changed=tuple(map(repr, optimizers))
         )
 
-    def hyper(self, num_updates: int) -> Hyper:
+    def hyper(self, num_updates: int) -> UpdateNumbers:
         """The numbers of the update after `num_updates` others.
 
         Raises:
@@ -151,7 +151,7 @@ class Updater:
                 f"values written into param_groups"
             )
         momentum = None if self.momentum is None else float(self.momentum(num_updates))
-        return Hyper(num_updates, tuple(map(float, rates)), momentum, self._changed)
+        return UpdateNumbers(num_updates, tuple(map(float, rates)), momentum, self._changed)
 
     def update(
         self,
@@ -159,8 +159,8 @@ class Updater:
         factor: Tensor | None,
         skip: Tensor | None,
         *,
-        hyper: Hyper,
-        still: Collection[str] = (),
+        hyper: UpdateNumbers,
+        skipped: Collection[str] = (),
     ) -> TrainState[Tensor]:
         """Updates this rank's shard of each flat buffer and, where every rank holds all
         of it, all-gathers the shards.
@@ -168,7 +168,7 @@ class Updater:
         Args:
             factor: the factor of the gradients; None is 1.
             skip: whether the update is skipped; None never skips.
-            still: the keys of flat buffers that do not change; their masters and
+            skipped: the keys of flat buffers that do not change; their masters and
                 optimizer states do not change, either.
         """
         mesh = self.mesh
@@ -184,7 +184,7 @@ class Updater:
         away: list[Update] = []
         for buffer in self.plan.flat_buffers:
             key = buffer.key
-            if not buffer.trainable or key in still:
+            if not buffer.trainable or key in skipped:
                 continue
             param, grad, is_away = state.params[key], state.grads[key], self.offload.is_away(buffer)
             grad = updated_part(grad, buffer, mesh.shard)
@@ -236,7 +236,7 @@ class Updater:
     def _transform_at(
         self,
         buffer: FlatParamPlan,
-        hyper: Hyper,
+        hyper: UpdateNumbers,
         skip: Tensor | None,
         factor: Tensor | None,
         out: Any,
@@ -258,7 +258,7 @@ class Updater:
     def transform_of(
         self,
         buffer: FlatParamPlan,
-        hyper: Hyper | None = None,
+        hyper: UpdateNumbers | None = None,
         mesh: AxisMesh[Any] | None = None,
         *,
         start: int | Tensor = 0,
@@ -300,13 +300,13 @@ class Updater:
 
     # --- in a graph -------------------------------------------------------------------------------
 
-    def traced(self, device: torch.device) -> tuple[Self, Hyper]:
+    def traced(self, device: torch.device) -> tuple[Self, UpdateNumbers]:
         """The updater of a graph, and the tensors (not yet written) from which the
         graph reads the numbers of an update.
         """
         masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
         dtype = torch.float64 if torch.float64 in masters else torch.float32
-        hyper = Hyper(
+        hyper = UpdateNumbers(
             torch.zeros(NUM_SALTS, dtype=torch.int64, device=device),
             tuple(torch.zeros((), dtype=dtype, device=device) for _ in self.rates),
             torch.full((), 0.9, dtype=dtype, device=device) if self.momentum else None,
@@ -318,12 +318,12 @@ class Updater:
                 twin.transform_of(buffer, hyper)
         return twin, hyper
 
-    def of_one_update(self) -> Self:
+    def for_single_use(self) -> Self:
         """A twin for one update in a graph. fzero's own optimizers compute other rates
         from its tensors, which no other update may use."""
         return replace(self, _made=dict(self._made))
 
-    def write(self, traced: Hyper, hyper: Hyper) -> None:
+    def write(self, traced: UpdateNumbers, hyper: UpdateNumbers) -> None:
         """Writes the numbers of an update where the graph reads them."""
         for lr, rate in zip(traced.rates, hyper.rates, strict=True):
             lr.fill_(rate)

@@ -82,7 +82,7 @@ class Forward:
 
     Attributes:
         run: the name of its order of collectives.
-        still: the trained parameters that require no gradients in it.
+        no_grad_names: the trained parameters that require no gradients in it.
         visits: 1 for each unit that it visited with gradients.
         roots: the `UnitRoot` nodes of its visits.
         first_node: the number of the first node of autograd that it made, or a smaller
@@ -93,7 +93,7 @@ class Forward:
     """
 
     run: str
-    still: frozenset[str]
+    no_grad_names: frozenset[str]
     visits: Counter[str] = field(default_factory=Counter)
     roots: list[Any] = field(default_factory=list)
     first_node: int = field(default_factory=torch._C._autograd._get_sequence_nr)  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ class Forwards:
             of forwards.
         used: the names of the parameters of which a backward has produced a gradient on
             this rank.
-        still: the trained parameters that have no gradient, because no forward required
+        no_grad_names: the trained parameters that have no gradient, because no forward required
             one, or the script has dropped it.
         last, last_index: the last forward, and its number; there is none before the
             first.
@@ -120,7 +120,7 @@ class Forwards:
 
     gathers: bool = True
     used: set[str] = field(default_factory=set)
-    still: frozenset[str] = frozenset()
+    no_grad_names: frozenset[str] = frozenset()
     begins: Callable[[], None] = lambda: None
     last: Forward = field(init=False)
     last_index: int = -1
@@ -139,7 +139,7 @@ class Forwards:
         """
         # all parts ran outside of a forward, and a checkpoint of the script runs one again
         if not self._all:
-            self.last = Forward("", self.still)
+            self.last = Forward("", self.no_grad_names)
             self._all.append(self.last)
             self.last_index += 1
         node = torch._C._current_autograd_node()
@@ -163,12 +163,12 @@ class Forwards:
             for held in (forward.roots, forward.kept, forward.nodes):
                 held.clear()  # type: ignore[attr-defined]
 
-    def begin(self, run: str, still: frozenset[str]) -> bool:
+    def begin(self, run: str, no_grad_names: frozenset[str]) -> bool:
         """Records the start of a forward; returns whether it is the first since the
         last backward.
         """
-        self.still = self.still & still if self._all else still
-        self.last = Forward(run, still)
+        self.no_grad_names = self.no_grad_names & no_grad_names if self._all else no_grad_names
+        self.last = Forward(run, no_grad_names)
         self._all.append(self.last)
         self.last_index += 1
         self._num_new, self._num_backwards = self._num_new + 1, 0
@@ -181,7 +181,7 @@ class Forwards:
         self._is_kept |= keeps
         self._num_new, self._num_backwards = 0, self._num_backwards + 1
 
-    def pass_through(self, *, keeps: bool) -> None:
+    def go_through(self, *, keeps: bool) -> None:
         """Records that a backward of another step runs through some of these forwards."""
         self._is_kept |= keeps
         # a unit that the forward left gathered is no longer gathered next time
@@ -203,28 +203,28 @@ class Forwards:
         """
         # ranks may go back through different forwards, or none; all reduce the same units
         if not self.gathers:
-            return (kind, self.still) if self.still else (kind,)
+            return (kind, self.no_grad_names) if self.no_grad_names else (kind,)
         # These say which unit is still gathered.
         of_each: Iterable[tuple[str | int, ...]] = (
             (self._all[index].run, self.last_index - index) for index in sorted(forwards)
         )
-        still = [self._all[index].still for index in sorted(forwards) if index >= 0]
+        no_grad_names = [self._all[index].no_grad_names for index in sorted(forwards) if index >= 0]
         return (
             kind,
             self._num_backwards,
             *chain.from_iterable(of_each),
-            *(still if any(still) else ()),
+            *(no_grad_names if any(no_grad_names) else ()),
         )
 
-    def still_buffers(self, buffers: Iterable[FlatParamPlan]) -> frozenset[str]:
-        """The keys of the trained flat buffers whose parameters are all `still`; an
+    def skipped_buffers(self, buffers: Iterable[FlatParamPlan]) -> frozenset[str]:
+        """The keys of the trained flat buffers whose parameters are all `no_grad_names`; an
         update leaves them as they are.
         """
-        still = self.still
+        no_grad_names = self.no_grad_names
         return frozenset(
             b.key
-            for b in (buffers if still else ())
-            if b.trainable and still.issuperset(b.layout.names)
+            for b in (buffers if no_grad_names else ())
+            if b.trainable and no_grad_names.issuperset(b.layout.names)
         )
 
 
@@ -411,14 +411,18 @@ class GivenParams:
         """
         if unit.name in forward.nodes and (again := self._again(forward.nodes[unit.name], views)):
             return again
-        names, still = unit.trained, forward.still
+        names, no_grad_names = unit.trained, forward.no_grad_names
         if self.relayed:
             names = tuple(name for name in views if name in names or name in self.relayed)
         # A backward through a gathered unit gathers it again, so its graph needs a node of this
         # object.
-        is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(unit.trained)
-        if still and not is_marked:
-            names = tuple(name for name in names if name not in still)
+        is_marked = (
+            bool(no_grad_names)
+            and unit.gathered_numel > 0
+            and no_grad_names.issuperset(unit.trained)
+        )
+        if no_grad_names and not is_marked:
+            names = tuple(name for name in names if name not in no_grad_names)
         if not names:
             return {}
         groups = [[name for name in names if views[name].numel() <= SMALL]]
@@ -430,7 +434,11 @@ class GivenParams:
         with self._giving_again(unit, chain.from_iterable(groups)):
             for group in groups:
                 given = [views[name] if name else source.new_empty(0) for name in group]
-                labels = ["" if name in still else name for name in group] if still else group
+                labels = (
+                    ["" if name in no_grad_names else name for name in group]
+                    if no_grad_names
+                    else group
+                )
                 outputs = node_of(source, work, unit.name, labels, given)
                 nodes.append(NodeOutputs(outputs[0].grad_fn, group))
                 if group == [""]:

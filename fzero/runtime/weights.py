@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fzero.common.arguments import check_callable, check_kind, check_no_inference
 from fzero.comms import collectives
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.comms.records import Label
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.outcome import explained
@@ -36,7 +36,7 @@ def first_state(
         for name, value in params.items():
             check_kind(f"params[{name!r}]", value, Tensor, "a tensor", fix)
         params = {run.stored_names.get(key, key): tensor for key, tensor in params.items()}
-    meet("TrainStep.init", run.mesh.world)
+    store_barrier("TrainStep.init", run.mesh.world)
     run.learned.origin.look(given=params is not None)
     with explained(run.plan):
         state = run.builder.make(run.mesh, params, init_fn)
@@ -50,7 +50,7 @@ def state_dict(
     if to not in ("all", "rank0"):
         raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
     run.check_state(state)
-    meet("TrainStep.gather", run.mesh.world)
+    store_barrier("TrainStep.gather", run.mesh.world)
     # the rank 0 of those that hold this part of the model
     keep = to == "all" or run.ranks.rank == 0
     full: dict[str, Tensor] = {}
@@ -143,7 +143,7 @@ def with_weights(
         narrow = weight.to(run.device, torch_dtype(buffer.dtypes.param))
         if narrow.numel() != home.numel():
             if not has_met:
-                meet("TrainStep.with_weights", run.mesh.world)
+                store_barrier("TrainStep.with_weights", run.mesh.world)
                 has_met = True
             narrow = run.builder.cut(gather_flat(narrow, buffer, run.mesh), buffer.params)
         params[key] = narrow.to(home.device)

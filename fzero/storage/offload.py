@@ -34,7 +34,7 @@ from fzero.storage.buffer_sizes import staged_from_files, updates_on_host
 from fzero.storage.file_agreement import agree
 from fzero.storage.file_tensor import FileSpec, FileTensor, StoredTensor, handles_of, renewed
 from fzero.storage.offload_leaves import Leaves, leaves_of, long_tensors, tensors_of, with_long
-from fzero.storage.offload_wholes import update_wholes
+from fzero.storage.offload_unsharded import update_unsharded
 from fzero.storage.shard_io import MovingTransfer
 from fzero.storage.shard_transfer import BufferPool
 from fzero.storage.state_memory import DeviceMemory, Parts, Place, place_of
@@ -96,12 +96,12 @@ class Offload:
     def transfer(self, scratch: BufferPool) -> MovingTransfer:
         return MovingTransfer(self.device, scratch, self._streaming.num_staged)
 
-    def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
+    def read_ahead(self, state: TrainState[Any], skipped: Collection[str] = ()) -> None:
         files, rest = next((handle.files for handle in handles_of(state)), None), self._num_early
         if files is None or files.cause is not None:  # perhaps only this rank knows of the failure
             return
         for key, leaves in self._leaves.items():
-            is_cut = leaves.grad and key not in self._wholes and key not in still
+            is_cut = leaves.grad and key not in self._wholes and key not in skipped
             names = [name for name in leaves.names if name in self._files and is_cut]
             for group in (
                 storage.stream.cut(names, leaves.numel, self.sub_group_numel)[:rest]
@@ -278,7 +278,7 @@ class Offload:
             return state
         try:
             wholes = [update for update in updates if update.buffer.key in self._wholes]
-            update_wholes(
+            update_unsharded(
                 wholes,
                 self._leaves,
                 MovingTransfer(self.device, scratch),

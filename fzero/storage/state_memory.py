@@ -197,14 +197,14 @@ class StateMemory(Protocol):
         """
         ...
 
-    def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
+    def read_ahead(self, state: TrainState[Any], skipped: Collection[str] = ()) -> None:
         """During the backward, starts to read the next update's first sub-groups
         (without gradients), as many as the buffers hold.
 
         Errors are kept for `agree_on`.
 
         Args:
-            still: the keys of flat buffers that the update leaves as they are.
+            skipped: the keys of flat buffers that the update leaves as they are.
         """
         ...
 
@@ -322,7 +322,7 @@ class DeviceMemory:
     def transfer(self, scratch: BufferPool) -> ShardTransfer:
         return Resident(self.device, scratch)
 
-    def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
+    def read_ahead(self, state: TrainState[Any], skipped: Collection[str] = ()) -> None:
         pass
 
     def is_away(self, buffer: FlatParamPlan) -> bool:

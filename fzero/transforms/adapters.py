@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.common.optional import package
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.model.transforms import in_own_dtypes
 from fzero.transforms.low_rank import LowRank
 from fzero.transforms.matching import shape_of
@@ -118,7 +118,7 @@ def save_adapter(
         "safetensors", module="safetensors.torch", needed_by="save_adapter"
     ).save_file
     step.runtime.check_state(state)
-    meet("save_adapter", step.runtime.mesh.world)
+    store_barrier("save_adapter", step.runtime.mesh.world)
     wanted = {name for one in adapters for name in one.view.reads}
     found: dict[str, Tensor] = {}
     for views in step.runtime.full_weights(state):

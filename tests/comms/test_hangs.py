@@ -30,7 +30,7 @@ from training import Plain, config, make, part, vectors
 import fzero
 from fzero.comms.hangs import failures
 from fzero.comms.hangs.failures import timeout_of, timeout_of_group
-from fzero.comms.hangs.progress import HERE, Progress
+from fzero.comms.hangs.progress import PROGRESS, Progress
 from fzero.comms.hangs.thread_dumps import identity_of, stat_of
 from fzero.comms.hangs.watchdog import Answer, Watchdog
 from fzero.comms.process_group import group_of
@@ -169,7 +169,7 @@ def test_a_step_pays_less_than_a_microsecond_for_each_collective() -> None:
 
 def test_one_rank_alone_has_no_watchdog() -> None:
     fzero.join()
-    assert not failures._WATCHES and not HERE.waits
+    assert not failures._WATCHES and not PROGRESS.waits
 
 
 def test_the_groups_of_a_mesh_wait_no_longer_than_the_job(ranks: Any) -> None:

@@ -153,7 +153,7 @@ def test_a_held_sum_is_added_in_its_own_dtype_before_the_replicas_are_summed() -
     )
 
     def with_held(mesh: RankMesh, full: Tensor, held: Tensor) -> Tensor:
-        return mesh.start_reduce_scatter(full, held_S=held).wait()[0]
+        return mesh.start_reduce_scatter(full, accumulated_S=held).wait()[0]
 
     of_node = [
         full_W[0] + full_W[1],

@@ -31,7 +31,7 @@ SENDERS = {
 
 UPDATERS = {
     "fzero.verbs": "optimizer_update",
-    "fzero.storage.offload_wholes": "a buffer off the device that is updated in full",
+    "fzero.storage.offload_unsharded": "a buffer off the device that is updated in full",
     "fzero.storage.stream": "sub-groups of a buffer off the device",
     "fzero.optim": "transforms of transforms",
     "fzero.plans.param_groups": (

@@ -23,7 +23,7 @@ from fzero.comms.pending import Pending, ended
 from fzero.estimation import PipelinePlan, plan_pipeline
 from fzero.pipeline import LayerSpec, PipelineModule
 from fzero.pipeline.execution import stages_of
-from fzero.pipeline.messages import Expected, Mailbox, Message, Route, Ways
+from fzero.pipeline.messages import Expected, Links, Mailbox, Message, Route
 from fzero.profiling import trace_comm
 from sharding import Mesh
 
@@ -99,9 +99,9 @@ def sent_by_a_stage(order: str, num_micro: int) -> tuple[int, list[int], list[in
     """
     torch.set_num_threads(1)
     step = made(order, num_micro, Mesh.of(pipe=STAGES, data=1))
-    ways: Any = stages_of(step.runtime).ways
+    links: Any = stages_of(step.runtime).links
     # gloo's thread spins where one connection sends and receives at once
-    assert ways.up.group is not ways.down.group
+    assert links.up.group is not links.down.group
     given = batch(num_micro)
     comm = trace_comm(step, step.init(), given)
     planned = step.explain(given)
@@ -265,7 +265,7 @@ def test_messages_may_be_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "start_receive", start_receive)
     with PretendedCuda():
         device: Any = torch.device("cuda", 0)
-        first, second = (Mailbox(Ways(axis, axis), device) for axis in up)  # type: ignore[arg-type]
+        first, second = (Mailbox(Links(axis, axis), device) for axis in up)  # type: ignore[arg-type]
         for numel in (4, 4000, 4000):
             tree = {
                 "x": torch.arange(float(numel), device=device),

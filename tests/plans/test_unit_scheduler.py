@@ -84,7 +84,7 @@ class Rank:
     def request(self, events: Sequence[Event]) -> Iterator[None]:
         """Records events, and waits while the scheduler has a wish."""
         self.record += events
-        while self.scheduler.wish is not None:
+        while self.scheduler.needed is not None:
             yield
 
     def forward(
@@ -171,16 +171,16 @@ def run_together(
             return
         assert len(going) == len(ranks), "some ranks have ended while others wait for ever"
         schedulers = [rank.scheduler for rank in ranks]
-        departing = [rank.record[-1] == Event("depart") for rank in ranks]
+        departing = [rank.record[-1] == Event("leave_order") for rank in ranks]
         if any(departing):
             if not all(departing):
                 raise ScheduleError("one rank departs alone")
             place = max(scheduler.place for scheduler in schedulers)
             for rank in ranks:
-                rank.record += rank.scheduler.depart(place)
+                rank.record += rank.scheduler.leave_order(place)
             orders.give_up(run)
             continue
-        wishes = [scheduler.wish or END for scheduler in schedulers]
+        wishes = [scheduler.needed or END for scheduler in schedulers]
         rows = [
             [AGREED.index(w.kind), names.index(w.unit) if w.unit else -1] if w != END else [-1, -1]
             for w in wishes
@@ -276,7 +276,7 @@ def test_ranks_whose_backward_completes_each_visit_for_itself_learn_its_order(
         )  # fmt: skip
         check_schedules(records, rules)
     assert not orders.varying and not any(
-        event.kind in ("negotiate", "depart") for event in records[0]
+        event.kind in ("negotiate", "leave_order") for event in records[0]
     )
 
 
@@ -381,7 +381,7 @@ def test_a_learned_order_gathers_each_unit_once_for_each_separate_visit(
     gathered = [event.unit for event in record[:turn] if event.kind == "gather"]
     entered = [unit for unit, _ in groupby(visits)]
     assert gathered == [unit for unit in entered if rules.units[unit].gathered_numel]
-    assert {event.kind for event in record}.isdisjoint(("drop_gather", "negotiate", "depart"))
+    assert {event.kind for event in record}.isdisjoint(("drop_gather", "negotiate", "leave_order"))
 
 
 @given(steps(world_size=2))
@@ -593,11 +593,11 @@ def test_a_rank_that_stops_before_a_reduction_goes_on_with_the_gather_that_other
     scheduler.boundary()
     scheduler.begin([Event("reduce", "x"), Event("gather", "y")])
     scheduler.begin_backward(is_last=True, visits={"x": 1})
-    assert [str(event) for event in scheduler.need("y")] == ["release x", "depart"]
-    events = [str(event) for event in scheduler.depart(2)]
+    assert [str(event) for event in scheduler.need("y")] == ["release x", "leave_order"]
+    events = [str(event) for event in scheduler.leave_order(2)]
     assert (
         events == ["collect x/f", "reduce x", "gather y", "wait_gather y"]
-        and scheduler.wish is None
+        and scheduler.needed is None
     )
 
 

@@ -73,8 +73,8 @@ def test_a_cached_scheduler_answers_as_the_scheduler_does(
                 expected = method(scheduler, *arguments) or ()
                 found = one.answer(request)
                 assert found == expected
-                if Event("depart") in expected:
-                    assert one.scheduler.depart(scheduler.place) == scheduler.depart(
+                if Event("leave_order") in expected:
+                    assert one.scheduler.leave_order(scheduler.place) == scheduler.leave_order(
                         scheduler.place
                     )
     assert cache.num_answers <= 10 * most

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fzero.comms.axes import CollectiveError, ProcessAxis, RankAxis
 from fzero.comms.hangs.meeting import Meeting, Notified
-from fzero.comms.hangs.progress import HERE, LoneCallError
+from fzero.comms.hangs.progress import PROGRESS, LoneCallError
 from fzero.comms.hangs.watchdog import Watchdog
 from fzero.comms.records import Label
 
@@ -85,7 +85,7 @@ def failed(label: Label | str, error: Exception) -> CollectiveError:
     """The error to raise instead of the one of torch.distributed; asks all ranks where
     they are, to name the missing ones.
     """
-    HERE.waits.setdefault(get_ident(), label)  # a captured step did not set it
+    PROGRESS.waits.setdefault(get_ident(), label)  # a captured step did not set it
     cause = f"torch.distributed said: {error}"
     with suppress(RuntimeError):  # from a store that ended with its rank
         if _WATCHES and _WATCHES[-1].meeting.store.check(["alone"]):
@@ -123,8 +123,8 @@ def keep_watch() -> None:
     if dist.get_world_size() == 1 or (_WATCHES and _WATCHES[-1].group() is group):
         return
     end_watch()
-    HERE.num_steps = HERE.number = 0  # ranks of the job may have done other things before
-    HERE.places = {}
+    PROGRESS.num_steps = PROGRESS.number = 0  # ranks of the job may have done other things before
+    PROGRESS.places = {}
     own: Any = dist.distributed_c10d._get_default_store()
     # A second connection: a thread that waits for a key blocks all other calls on its connection.
     store = dist.distributed_c10d.PrefixStore(f"fzero-watch-{group.group_name}", own.clone())
@@ -149,7 +149,7 @@ def end_watch() -> None:
         _WATCHES.pop().watchdog.stop()
 
 
-def meet(call: str, axis: RankAxis) -> None:
+def store_barrier(call: str, axis: RankAxis) -> None:
     """Returns when every rank of the axis has come to this call; called at the start of
     calls that all ranks must make.
 
@@ -165,7 +165,7 @@ def meet(call: str, axis: RankAxis) -> None:
     group = axis.group or dist.group.WORLD
     assert group is not None
     ranks = [axis.global_rank(rank) for rank in range(axis.size)]
-    HERE.waits[get_ident()] = call
+    PROGRESS.waits[get_ident()] = call
     try:
         _WATCHES[-1].meeting(call, group.group_name, ranks, timeout_of_group(group).total_seconds())
     except LoneCallError as error:
@@ -173,7 +173,7 @@ def meet(call: str, axis: RankAxis) -> None:
     except (TimeoutError, RuntimeError) as error:
         raise failed(call, error) from error
     finally:
-        HERE.waits.pop(get_ident(), None)
+        PROGRESS.waits.pop(get_ident(), None)
 
 
 def drop_probes() -> None:

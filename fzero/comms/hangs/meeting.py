@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from fzero.comms.hangs.progress import HERE, LoneCallError
+from fzero.comms.hangs.progress import PROGRESS, LoneCallError
 from fzero.comms.hangs.watchdog import Store, ranks_of, where
 
 MOMENT = 1.0
@@ -66,14 +66,14 @@ class Meeting:
                 for old in (self._last[group], f"{self._last[group]}/all", "alone"):
                     self.store.delete_key(old)
         else:
-            HERE.call = key
+            PROGRESS.call = key
             try:
                 self._wait(key, call, ranks, timeout)
             except BaseException:
                 self._withdraw(key)
                 raise
             finally:
-                HERE.call = None
+                PROGRESS.call = None
         self._numbers[group], self._last[group] = number + 1, key
 
     def _wait(self, key: str, call: str, ranks: Sequence[int], timeout: float) -> None:
@@ -119,7 +119,7 @@ class Meeting:
                 self.store.delete_key(f"at/{rank}/{asked}")
                 if its["call"] == key:
                     continue
-                reason = _reason(its, (HERE.num_steps, HERE.number))
+                reason = _reason(its, (PROGRESS.num_steps, PROGRESS.number))
                 if reason is None:
                     return None
                 reasons.setdefault(reason, []).append(rank)
@@ -182,11 +182,14 @@ class Notified:
         if not self.store.check(["asks"]) or (asked := self.store.add("asks", 0)) == self._answered:
             return
         self._answered = asked
-        place, waits = (HERE.num_steps, HERE.number), next(iter(HERE.waits.values()), None)
+        place, waits = (
+            (PROGRESS.num_steps, PROGRESS.number),
+            next(iter(PROGRESS.waits.values()), None),
+        )
         waits_for = (
             where(waits, place) if waits is not None else BARRIER if _is_in_barrier() else None
         )
-        answer = {"call": HERE.call, "waits": waits_for, "place": place}
+        answer = {"call": PROGRESS.call, "waits": waits_for, "place": place}
         self.store.set(f"at/{self.rank}/{asked}", json.dumps(answer))
 
 

@@ -1,4 +1,4 @@
-"""`HERE`: the collectives of this process so far, and those that it waits for now.
+"""`PROGRESS`: the collectives of this process so far, and those that it waits for now.
 
 Reports of hangs read it (`fzero.comms.hangs.watchdog`).
 """
@@ -50,4 +50,4 @@ class Progress:
         return f"rank {rank} of {self.places[rank]}" if rank in self.places else f"rank {rank}"
 
 
-HERE = Progress()
+PROGRESS = Progress()

@@ -2,7 +2,7 @@
 each rank is doing.
 
 1. A rank counts the collectives that it starts, and records the one that it waits for
-  (`HERE`). A step has no other overhead.
+  (`PROGRESS`). A step has no other overhead.
 2. Each rank has a watchdog thread. It looks for an alarm in the job's store once a
    second, or every three seconds while the rank starts collectives. A rank whose
    collective fails sets the alarm. On CUDA the host does not wait in a collective, so
@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from fzero.comms.hangs.progress import HERE
+from fzero.comms.hangs.progress import PROGRESS
 from fzero.comms.hangs.thread_dumps import (
     WATCH,
     answer_no_signals,
@@ -88,7 +88,7 @@ class Answer:
 
     @property
     def who(self) -> str:
-        return f"{HERE.name_of(self.rank)} ({self.host}, pid {self.pid})"
+        return f"{PROGRESS.name_of(self.rank)} ({self.host}, pid {self.pid})"
 
 
 def where(label: Label | str | None, place: tuple[int, int]) -> str:
@@ -133,7 +133,7 @@ def summary(answers: Sequence[Answer], world_size: int) -> list[str]:
     lines = [f"{answer.who} has not come: {answer.doing}" for answer in late]
     ended = "does not answer: its process has ended or is stopped, or its host cannot be reached"
     lines += [
-        f"{HERE.name_of(rank)} has not come and {ended}" for rank in sorted(silent) if not gone
+        f"{PROGRESS.name_of(rank)} has not come and {ended}" for rank in sorted(silent) if not gone
     ]
     if not lines:
         lines = ["all ranks have come to the same place, so look at the network between them"]
@@ -231,7 +231,7 @@ class Watchdog:
         while not self._stopped.wait(
             TICK if self._keeper is not None or not rank_0_keeps_store() else AGAIN
         ):
-            now = (HERE.num_steps, HERE.number)
+            now = (PROGRESS.num_steps, PROGRESS.number)
             moves = now != before
             if moves:
                 before, since = now, time.monotonic()
@@ -278,7 +278,7 @@ class Watchdog:
         if not rank_0_keeps_store():
             agent = f"the agent on {os.environ.get('MASTER_ADDR')}"
             return [f"the job's store, which {agent} keeps, cannot be reached: {ended}"]
-        who, fate = HERE.name_of(0), ""
+        who, fate = PROGRESS.name_of(0), ""
         if keeper := self._keeper:
             who = f"{who} ({keeper['host']}, pid {keeper['pid']})"
             deadline = time.monotonic() + MORE
@@ -362,14 +362,17 @@ class Watchdog:
             if self._has_answered:
                 return
             self._has_answered = True
-        place, waits = (HERE.num_steps, HERE.number), next(iter(HERE.waits.values()), None)
-        doing = f"in no collective, the last was {where(HERE.label, place)}"
+        place, waits = (
+            (PROGRESS.num_steps, PROGRESS.number),
+            next(iter(PROGRESS.waits.values()), None),
+        )
+        doing = f"in no collective, the last was {where(PROGRESS.label, place)}"
         if waits is not None:
             doing = f"waiting for {where(waits, place)}"
         elif self.is_stuck is not None and self.is_stuck():
             waits, doing = (
-                HERE.label,
-                f"waiting for its device, the last was {where(HERE.label, place)}",
+                PROGRESS.label,
+                f"waiting for its device, the last was {where(PROGRESS.label, place)}",
             )
         mine = identity_of(None)
         answer = Answer(

@@ -25,7 +25,7 @@ from fzero.common.arguments import check_kind, check_path, refuse
 from fzero.common.random_states import random_states, set_random_states
 from fzero.common.safe_files import create
 from fzero.comms import collectives
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.comms.records import Label
 from fzero.deepspeed.engine.client_optimizers import plain_values
 from fzero.deepspeed.formats.files import MODEL, MODEL_OF_RANK, is_one
@@ -84,7 +84,7 @@ class EngineFiles:
         )
         if tag is not None and not str(tag):
             refuse("tag", "a name", tag, "pass one, or None for global_step<N>")
-        meet("Engine.save_checkpoint", world)
+        store_barrier("Engine.save_checkpoint", world)
         if self.engine.live_optimizer is not None:
             self.engine.live_optimizer.settle()
         step = self.engine.train_step
@@ -154,7 +154,7 @@ class EngineFiles:
         self.engine.close_window()
         world, folder = self.engine.train_step.runtime.world, Path(load_dir)
         takes_optimizer = load_optimizer_states and not load_module_only
-        meet("Engine.load_checkpoint", world)
+        store_barrier("Engine.load_checkpoint", world)
         if tag is None:
             tag = of_rank_0(
                 world, lambda: _latest(folder, universal=self.engine.keys.checkpoint.load_universal)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.deepspeed.engine.divided import Divided
@@ -216,7 +216,7 @@ def gathered(params: Iterable[Tensor], modifier_rank: int | None) -> Iterator[No
         return
     axis: RankAxis = found[0].fzero_divided.axis
     check_modifier(modifier_rank, axis)
-    meet("zero.GatheredParameters", axis)
+    store_barrier("zero.GatheredParameters", axis)
     # others are shown by an outer one
     own = [param for param in found if isinstance(param, DividedParameter)]
     show(own)

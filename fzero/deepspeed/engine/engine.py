@@ -392,7 +392,7 @@ class Engine(nn.Module):
 
         try:
             with optimizer.state.keeping(without):
-                window.work.forwards.still |= without
+                window.work.forwards.no_grad_names |= without
                 check_window(window)
                 collected = collect(step.runtime, window)
                 self.state, self.metrics = end(step.runtime, collected, sees=sees)
@@ -499,10 +499,12 @@ class Engine(nn.Module):
                 return self._inspect(
                     step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func
                 )
-            still = self._still()
+            no_grad_names = self._still()
             with self._guarded():
-                window = self._opened(still)
-                outputs = self.train_step.forward(window, call, run=run, still=still)
+                window = self._opened(no_grad_names)
+                outputs = self.train_step.forward(
+                    window, call, run=run, no_grad_names=no_grad_names
+                )
                 self.held_module.show_buffers()
             self._direct.watch(window.work, outputs)
             return outputs
@@ -516,15 +518,15 @@ class Engine(nn.Module):
         self.live_optimizer.settle()
         return self.layouts.follow_flags()
 
-    def _opened(self, still: frozenset[str]) -> AccumulationWindow:
+    def _opened(self, no_grad_names: frozenset[str]) -> AccumulationWindow:
         """The window since the last update, which begins here if there is none."""
         if self.open_window is None:
             step = self.train_step
             self.open_window = window = step.begin(
                 self.state, measures_early=not shows(step, are_reduced=True)
             )
-            window.work.forwards.still = still
-            step.runtime.learned.holds_still |= bool(still)
+            window.work.forwards.no_grad_names = no_grad_names
+            step.runtime.learned.leaves_out_params |= bool(no_grad_names)
             self._direct.watch(window.work, ())
             self.held_module.show_buffers()
         return self.open_window
@@ -608,7 +610,7 @@ class Engine(nn.Module):
             ):
                 stack.enter_context(engine._guarded())
                 stack.enter_context(
-                    engine.train_step.passing(engine.open_window, loss, keeps=keeps)
+                    engine.train_step.backward_through(engine.open_window, loss, keeps=keeps)
                 )
             yield
 

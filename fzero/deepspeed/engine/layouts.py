@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fzero.comms.hangs.failures import meet
+from fzero.comms.hangs.failures import store_barrier
 from fzero.model.origin import Flags, listed
 from fzero.plans.plan import starts_of
 from fzero.resharding.reshard import reshard
@@ -34,9 +34,9 @@ class Layouts:
     def __init__(self, engine: Engine, held: frozenset[str]) -> None:
         self._engine, self._held, self._flags = engine, held, Flags(engine.module)
         self._seen: list[bool] | None = None  # the flags in the last training forward
-        # under which no flat buffer has both trained and `still` parameters
+        # under which no flat buffer has both trained and `no_grad_names` parameters
         self._unmixed: list[bool] | None = None
-        self._still: frozenset[str] = frozenset()
+        self._no_grad_names: frozenset[str] = frozenset()
 
     def forget(self) -> None:
         """Reads the flags anew in the next forward."""
@@ -62,21 +62,23 @@ class Layouts:
         engine = self._engine
         flags, window = self._flags.read(), engine.open_window
         if flags == self._seen and (window is not None or flags == self._unmixed):
-            return self._still
+            return self._no_grad_names
         wanted = {name for name in self._held if engine.live.own[name].requires_grad}
         known = starts_of(engine.train_step.plan)
-        still = frozenset(known.keys() - wanted)
-        rests = still if window is None else still & window.work.forwards.still
+        no_grad_names = frozenset(known.keys() - wanted)
+        rests = (
+            no_grad_names if window is None else no_grad_names & window.work.forwards.no_grad_names
+        )
         if not wanted <= known.keys() or self._cut_by(rests):
-            changed = sorted(wanted - known.keys()) or sorted(still)
+            changed = sorted(wanted - known.keys()) or sorted(no_grad_names)
             self._move(wanted | known.keys(), known, of="requires_grad", changed=changed)
-            rests = still
-        if rests == still:
+            rests = no_grad_names
+        if rests == no_grad_names:
             self._unmixed = flags
-        self._seen, self._still = flags, still
+        self._seen, self._no_grad_names = flags, no_grad_names
         engine.live.follow_flags()
         engine.outside_grads.watch()
-        return still
+        return no_grad_names
 
     def divide(self, starts: Mapping[str, int], *, of: str, changed: Collection[str]) -> None:
         """Gives trained parameters that begin at different updates flat buffers of
@@ -110,18 +112,18 @@ class Layouts:
         if window is not None:
             engine.close_window()
         old = engine.train_step
-        meet(f"Engine.forward with other flat buffers ({of})", old.runtime.mesh.world)
+        store_barrier(f"Engine.forward with other flat buffers ({of})", old.runtime.mesh.world)
         new = self._step_for(trained, starts)
         state = reshard(engine.state, old, new)
         assert state is not None, "every rank is in both jobs"
         engine.take_over(new, state)
 
-    def _cut_by(self, still: frozenset[str]) -> bool:
+    def _cut_by(self, no_grad_names: frozenset[str]) -> bool:
         """Whether a trained flat buffer holds both still and other parameters."""
         trained = (
             set(b.layout.names) for b in self._engine.train_step.plan.flat_buffers if b.trainable
         )
-        return any(names & still and not names <= still for names in trained)
+        return any(names & no_grad_names and not names <= no_grad_names for names in trained)
 
     def _step_for(self, trained: Collection[str], starts: Mapping[str, int]) -> TrainStep:
         """A step that trains these parameters; those that require no gradients get flat

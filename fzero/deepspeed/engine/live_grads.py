@@ -44,10 +44,10 @@ class LiveGrads:
         """
         if not shows(step, are_reduced=are_reduced):
             return
-        still, own = window.work.forwards.still, self._live.own
+        no_grad_names, own = window.work.forwards.no_grad_names, self._live.own
         for name, view in _views(step, window):
             param = own[name]
-            if param.requires_grad and name not in still:
+            if param.requires_grad and name not in no_grad_names:
                 if param.grad is not None:  # of a loss outside the forward
                     raise not_trained(name)
                 param.grad_dtype = view.dtype

@@ -1,4 +1,4 @@
-"""`update_wholes`: updates flat buffers that live off the device and cannot be updated
+"""`update_unsharded`: updates flat buffers that live off the device and cannot be updated
 by sub-groups.
 
 Such a buffer's optimizer needs full parameters, or its updated shards are all-gathered
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fzero.storage.state_memory import Update
 
 
-def update_wholes(
+def update_unsharded(
     updates: Sequence[Update],
     leaves_of: Mapping[str, Leaves],
     transfer: MovingTransfer,
