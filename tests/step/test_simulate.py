@@ -449,13 +449,6 @@ def test_operators_of_control_flow_are_refused_by_vmap_and_named(operator: str) 
         _run(fzero.simulate(_step(case, 3), 2, by="vmap"), case, 1)
 
 
-def test_control_flow_runs_in_lockstep_where_vmap_is_not_asked_for() -> None:
-    case = Case(functools.partial(ControlFlow, "cond"), vectors)
-    with pytest.warns(UserWarning, match="operator cond .* in lockstep"):
-        found = _run(fzero.simulate(_step(case, 3), 2), case, 2)
-    assert_same(found, _run(fzero.simulate(_step(case, 3), 2, by="lockstep"), case, 2))
-
-
 def test_what_vmap_cannot_do_is_reported_or_done_in_lockstep() -> None:
     class Reads(Plain):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
