@@ -146,7 +146,7 @@ class Hub:
         does not call it.
 
         >>> hub = Hub(2)
-        >>> hub.run(lambda rank: hub.aside(rank, 10 + rank))
+        >>> hub.run(lambda rank: hub.exchange_via_store(rank, 10 + rank))
         [[10, 11], [10, 11]]
         """
         self._num_asides[rank] += 1

@@ -133,8 +133,9 @@ class _AsOneRank(TorchFunctionMode):
                 x = get_unwrapped(x)
             return func(x)
         if isinstance(func, HigherOrderOperator) and func is not custom_function_call:
+            operator: str = func.name()  # type: ignore[no-untyped-call]
             raise VmapError(
-                f"the model must not call the operator {func._name.removesuffix('_impl')} of "
+                f"the model must not call the operator {operator.removesuffix('_impl')} of "
                 f"torch, for which vmap has no rule or another result, and did"
             )
         if func is _embed:

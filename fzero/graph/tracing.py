@@ -213,8 +213,9 @@ class _Tracing:
                 place.set(next(tensors))
                 vars(place.get()).update(marks)
             before = [
-                (name, vars(module), dict(vars(module)))
+                (name, own, dict(own))
                 for name, module in self.index.modules.items()
+                for own in (vars(module), module._modules)
             ]
             names = {name for name, _ in self.model.named_parameters()}
             with draws_in_order(), WritesAndSeeds(self.index):
@@ -225,7 +226,7 @@ class _Tracing:
             check_no_grads([*inputs[len(self.paths) :], *(real for real, _ in mode.held.values())])
             leaves, self.result_spec = optree.tree_flatten(result, none_is_leaf=True)
             self.others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-            self.kept, self.replaced = _set_by(before)
+            self.kept, self.replaced = _set_by(before, self.index)
             kept = [place.get() for place in self.kept]
             held = {real: now for real, now in mode.held.values() if has_changed(now)}
             self.written = list(held)
@@ -321,9 +322,12 @@ def memory_of(x: Tensor) -> int:
 
 
 def _set_by(
-    before: list[tuple[str, dict[str, Any], dict[str, Any]]],
+    before: list[tuple[str, dict[str, Any], dict[str, Any]]], index: ModuleIndex
 ) -> tuple[list[Place], list[tuple[Place, Any]]]:
-    """The attributes that a function has set: to tensors, and to other values."""
+    """The attributes that a function has set: to tensors, and to other values, such as
+    other children of the modules in `index`.
+    """
+    known = set(map(id, index.modules.values()))
     kept: list[Place] = []
     replaced: list[tuple[Place, Any]] = []
     for name, now, then in before:
@@ -343,6 +347,13 @@ def _set_by(
                 raise ImpureError(
                     f"the forward stores tensors in a {type(value).__name__}, {place.name!r}; "
                     f"store each in an attribute"
+                )
+            made = value.modules() if isinstance(value, nn.Module) else ()
+            if any(has_traced(vars(module)) for module in made if id(module) not in known):
+                raise ImpureError(
+                    f"the forward makes the module {place.name!r} with tensors in it, and a graph "
+                    f"would keep those of its trace; make it in __init__, or with a forward before "
+                    f"make_train_step"
                 )
             replaced.append((place, value))
         replaced += [(Place(now, key, key), MISSING) for key in then.keys() - now.keys()]

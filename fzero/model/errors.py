@@ -71,7 +71,8 @@ def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -
     # the nodes of parameters: changed in place
     if " of UnitRoot" in str(error) or " of ParamLeaf" in str(error):
         raise was_changed("of the model") from error
-    if CHANGED_BASE in str(error):
+    # a CompileError quotes PyTorch's own, and names the unit
+    if CHANGED_BASE in str(error) and type(error) is RuntimeError:
         raise ParameterError(STALE_VIEW) from error
     if CHANGES_FLAG in str(error):
         raise flag_changed(None) from error

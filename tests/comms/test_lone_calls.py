@@ -100,7 +100,7 @@ def other_weights_alone() -> None:
             ):
                 step.with_weights(state, step.weights(state))
         state, _ = step(state, [x.bfloat16() for x in part(vectors(1), step.rank, 2)])
-    with patch.object(weights, "meet", wraps=weights.meet) as met:
+    with patch.object(weights, "store_barrier", wraps=weights.store_barrier) as met:
         assert step.with_weights(state, step.weights(state)).master.keys() == state.master.keys()
     assert len(state.master) > met.call_count == 1  # once for all flat buffers
 
