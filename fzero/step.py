@@ -328,8 +328,8 @@ class TrainStep:
             function: it must use the model's parameters through the model.
             run: a name for forwards that use the units in the same order. An order is
                 learned for each name.
-            no_grad_names: the names of trained parameters that get no gradient from this
-                forward. A flat buffer is not updated if all its parameters are listed
+            no_grad_names: the names of trained parameters that get no gradient from
+                this forward. A flat buffer is not updated if all its parameters are listed
                 in `no_grad_names` in all forwards of a window.
         """
         check_callable("forward", function, "a function without arguments that calls the model")

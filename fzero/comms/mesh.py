@@ -141,8 +141,8 @@ class AxisMesh(Generic[AnyAxis]):
                 None makes a new tensor, or uses that shard.
             sum_replicas: `"later"` leaves the sum along the replicate axes to
                 `start_sum_replicas`, which takes this result.
-            accumulated_S: the sum of earlier calls. The shard is added to it, in its dtype,
-                before the sum along the replicate axes.
+            accumulated_S: the sum of earlier calls. The shard is added to it, in its
+                dtype, before the sum along the replicate axes.
             hooks: the comm hooks, by axis.
             states: the states of the hooks, by axis; the returned `Sending` gives the
                 new ones.

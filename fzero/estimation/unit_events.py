@@ -2,8 +2,8 @@
 model or from its declaration.
 
 A trace (`fzero.estimation.activation_trace`) has events of single parameters, the same
-for every stage; the plan groups the parameters into units. A `UnitEvent` is an event of a
-unit, with the work until the next part.
+for every stage; the plan groups the parameters into units. A `UnitEvent` is an event of
+a unit, with the work until the next part.
 """
 
 from __future__ import annotations

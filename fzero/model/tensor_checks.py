@@ -1,10 +1,10 @@
 """Checks of a model's tensors: a step raises for a model that it would not train, or
 would train differently from a plain loop.
 
-`check_tensors` runs when the step is made. After the first backward `ModuleGradsUnused` finds a
-use of the module's own parameters that cannot be intercepted
-(`fzero.model.own_params`), and after each forward `check_unchanged` a change of memory
-that buffers share.
+`check_tensors` runs when the step is made. After the first backward
+`ModuleGradsUnused` finds a use of the module's own parameters that cannot be
+intercepted (`fzero.model.own_params`), and after each forward `check_unchanged` a
+change of memory that buffers share.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@ state, and hold none of its tensors.
 
 A model may keep tensors from the first step: parameters as its forward got them, and
 views of gathered memory. In a plain loop these follow the parameter. So `hold` makes
-them `SharedTensor` from the second step on: while the model is bound, operators receive the
-present values instead.
+them `SharedTensor` from the second step on: while the model is bound, operators receive
+the present values instead.
 
-`UpdateNumbersCheck` is one of them: whether all ranks update with the same hyper-parameters, by
-a checksum that travels with the loss.
+`UpdateNumbersCheck` is one of them: whether all ranks update with the same
+hyper-parameters, by a checksum that travels with the loss.
 
 `ScheduleCache` is another. A `UnitScheduler` is a function of its requests: the same
 requests give the same events. Steps make the same requests, so the cache keeps the
@@ -325,8 +325,8 @@ def hold(run: StepRuntime, params: Mapping[str, StoredTensor]) -> None:
 
 
 def _view_of(x: Tensor, buffer: FlatParamPlan, own: Mapping[str, Tensor]) -> Iterator[SharedTensor]:
-    """The `SharedTensor` of a view of a gathered flat buffer: with the parameter that has all
-    of its elements.
+    """The `SharedTensor` of a view of a gathered flat buffer: with the parameter that
+    has all of its elements.
     """
     first = int(x.storage_offset())
     last = first + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))

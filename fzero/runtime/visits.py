@@ -110,8 +110,8 @@ class Forwards:
             of forwards.
         used: the names of the parameters of which a backward has produced a gradient on
             this rank.
-        no_grad_names: the trained parameters that have no gradient, because no forward required
-            one, or the script has dropped it.
+        no_grad_names: the trained parameters that have no gradient, because no forward
+            required one, or the script has dropped it.
         last, last_index: the last forward, and its number; there is none before the
             first.
         begins: begins a backward of all ranks; called when the user starts autograd
@@ -217,8 +217,8 @@ class Forwards:
         )
 
     def skipped_buffers(self, buffers: Iterable[FlatParamPlan]) -> frozenset[str]:
-        """The keys of the trained flat buffers whose parameters are all `no_grad_names`; an
-        update leaves them as they are.
+        """The keys of the trained flat buffers whose parameters are all in
+        `no_grad_names`; an update leaves them as they are.
         """
         no_grad_names = self.no_grad_names
         return frozenset(

@@ -1,5 +1,5 @@
-"""`update_unsharded`: updates flat buffers that live off the device and cannot be updated
-by sub-groups.
+"""`update_unsharded`: updates flat buffers that live off the device and cannot be
+updated by sub-groups.
 
 Such a buffer's optimizer needs full parameters, or its updated shards are all-gathered
 into memory off the device.

@@ -116,6 +116,15 @@ class BufferOfAClass(Toy):
         return x * (1 if isinstance(self.mean, Tagged) else 2)
 
 
+class MakesAChildWithATensor(Toy):
+    def odd(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "more"):
+            more = nn.Identity()
+            more.scale = torch.full((1,), 0.5)
+            self.more = more
+        return x * self.more.scale
+
+
 REFUSED: dict[type[Toy], str] = {
     BufferOfAClass: (
         "'mean' is a Tagged, and tensors of all ranks, or in one graph, have no methods"
@@ -131,6 +140,7 @@ REFUSED: dict[type[Toy], str] = {
     AsksForType: "compares the type of a tensor",
     AsksForClass: "compares the type of a tensor",
     KeepsData: "keeps data in the buffer 'first'",
+    MakesAChildWithATensor: "makes the module 'more' with tensors in it",
 }
 
 
@@ -195,6 +205,40 @@ class KeepsATable(Toy):
         return x + self.table
 
 
+class ReplacesAChild(Toy):
+    """Its first forward replaces a child, and notes that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.has_replaced = nn.Tanh(), False
+
+    def odd(self, x: Tensor) -> Tensor:
+        if not self.has_replaced:
+            self.act, self.has_replaced = nn.Sigmoid(), True
+        return self.act(x) + self.linear(x)
+
+
+class AddsAChild(Toy):
+    def odd(self, x: Tensor) -> Tensor:
+        if hasattr(self, "more"):
+            return self.more(x) + self.linear(x)
+        self.more = nn.Tanh()
+        return x + self.linear(x)
+
+
+class DropsAChild(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.less = nn.Tanh()
+
+    def odd(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "less"):
+            return x + self.linear(x)
+        less = self.less
+        del self.less
+        return less(x) + self.linear(x)
+
+
 class AsksElsewhere(Toy):
     """What does not run in a step may ask for types."""
 
@@ -204,7 +248,16 @@ class AsksElsewhere(Toy):
 
 @pytest.mark.parametrize(
     "kind",
-    [TogglesFlags, GoesOnWithItsGenerator, KeepsATable, AsksElsewhere, SetsAWeightEachTime],
+    [
+        TogglesFlags,
+        GoesOnWithItsGenerator,
+        KeepsATable,
+        AsksElsewhere,
+        SetsAWeightEachTime,
+        ReplacesAChild,
+        AddsAChild,
+        DropsAChild,
+    ],
     ids=lambda kind: kind.__name__,
 )
 def test_what_a_graph_repeats_trains_as_in_a_plain_loop(kind: type[Toy]) -> None:

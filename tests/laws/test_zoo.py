@@ -282,7 +282,6 @@ FAILS_IN_A_TRACE = dict.fromkeys(
     "The size of tensor a",
 )
 FAILS_IN_A_TRACE["JetMoeForCausalLM"] = "has no attribute 'constant'"
-FAILS_IN_A_TRACE["BigBirdForCausalLM"] = "multiple of block size"  # its own error, with the line
 # in a trace transformers makes no mask, and these read it
 FAILS_IN_A_TRACE["LongT5ForConditionalGeneration"] = "has no attribute 'shape'"
 FAILS_IN_A_TRACE["SwitchTransformersForConditionalGeneration"] = "is not subscriptable"

@@ -52,8 +52,8 @@ def _memory_stats(device_index: Any = None) -> dict[str, int]:
     return {"allocated_bytes.all.current": _process_bytes()}
 
 
-def _set_visible(env: MutableMapping[str, str], local_accelerator_ids: list[int]) -> None:
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
+def _set_visible(current_env: MutableMapping[str, str], local_accelerator_ids: list[int]) -> None:
+    current_env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
 
 
 def _total_memory(device_index: int | None = None) -> int:

@@ -268,7 +268,7 @@ class Engine(nn.Module):
             self.active_step()
             if not self.outside_grads.are_in(loss):
                 raise CallError(f"engine.{where}: {NO_FORWARD}")
-            self._opened(self._still())
+            self._opened(self._no_grad_names())
         assert self.open_window is not None
         return self.open_window
 
@@ -499,7 +499,7 @@ class Engine(nn.Module):
                 return self._inspect(
                     step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func
                 )
-            no_grad_names = self._still()
+            no_grad_names = self._no_grad_names()
             with self._guarded():
                 window = self._opened(no_grad_names)
                 outputs = self.train_step.forward(
@@ -509,7 +509,7 @@ class Engine(nn.Module):
             self._direct.watch(window.work, outputs)
             return outputs
 
-    def _still(self) -> frozenset[str]:
+    def _no_grad_names(self) -> frozenset[str]:
         """Begins to train on a micro-batch; returns the parameters that require no
         gradients now.
         """
@@ -553,7 +553,7 @@ class Engine(nn.Module):
             if any(engine.is_collecting for engine in ENGINES if engine is not self):
                 return True
             with torch.enable_grad():  # autograd runs without
-                window = self._opened(self._still())
+                window = self._opened(self._no_grad_names())
             self._direct.begin(window.work)
         assert self.open_window is not None
         self.outside_grads.add(self.open_window.work, name, grad)
