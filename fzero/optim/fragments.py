@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
+from fzero.optim.owner_calls import Exchange, alone
 from sharding.flat_runs import Box, boxes
 from sharding.layout import FlatLayout
 
@@ -67,6 +68,12 @@ class ShardContents:
             order. *Collective* for one shard: sends (W-1) · K.
         join: the flat tensor -> the full buffer (P,). *Collective* for one shard: sends
             (W-1)/W · P.
+        owners: the rank that computes with each matrix of the layout
+            (`sharding.owners`); None if this rank computes with all.
+        places: by rank of the job, the number of its replica and the index of its
+            shard.
+        rank: this rank, as an index of `places`.
+        exchange: the collective with owners, see `fzero.optim.owner_calls`.
 
     Raises:
         ValueError: the ranks are neither all nor one.
@@ -82,6 +89,10 @@ class ShardContents:
     ranks: tuple[int, ...]
     stack: Callable[[Tensor], Tensor] = _same
     join: Callable[[Tensor], Tensor] = _same
+    owners: tuple[int, ...] | None = None
+    places: tuple[tuple[int, int], ...] = ((0, 0),)
+    rank: int = 0
+    exchange: Exchange = alone
 
     def __post_init__(self) -> None:
         world = range(self.layout.world_size)
@@ -98,6 +109,11 @@ class ShardContents:
     def whole(cls, layout: FlatLayout) -> Self:
         """The contents of a full buffer (P,), which sends nothing."""
         return cls(layout, tuple(range(layout.world_size)))
+
+    @property
+    def holds(self) -> Literal["shard", "full"]:
+        """Whether the tensor is one of several shards, or the full buffer."""
+        return "full" if len(self.ranks) == self.layout.world_size else "shard"
 
     @property
     def numel(self) -> int:
