@@ -14,6 +14,7 @@ Shape letters: R rows, C columns of a matrix, W ranks, P padded elements of a bu
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from sharding.checks import check_at_least
@@ -121,6 +122,17 @@ def assign_owners(matrices: Sequence[Matrix], world_size: int) -> tuple[int, ...
 
 
 @dataclass(frozen=True, slots=True)
+class Matrices:
+    """The matrices of a flat buffer, and the dtypes in which they are sent to owners and
+    results back.
+    """
+
+    matrices: tuple[Matrix, ...]
+    there: str
+    back: str
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixMove:
     """Elements [start, start + numel) of matrix number `matrix`: the owner has them
     there, and `rank` from `offset` of its flat tensor on.
@@ -167,6 +179,8 @@ class OwnedBuffer:
     holds: Literal["shard", "full"] = "shard"
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Where each matrix starts in the buffer."""
+    _ranks: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    """By shard, the ranks that hold it."""
 
     def __post_init__(self) -> None:
         size = len(self.places)
@@ -184,6 +198,7 @@ class OwnedBuffer:
                 )
         starts = tuple(self.layout.bounds(m.name)[0] + m.start for m in self.matrices)
         object.__setattr__(self, "_starts", starts)
+        object.__setattr__(self, "_ranks", _ranks_by_shard(self.places))
 
     def to_owners(self, rank: int) -> list[MatrixMove]:
         """The moves out of the memory of `rank`, or into that of `rank` as an owner, in
@@ -225,9 +240,15 @@ class OwnedBuffer:
 
     def num_sent(self, rank: int) -> int:
         """The elements that `rank` sends to others for one update, in both directions."""
-        there = sum(m.numel for m in self.to_owners(rank) if m.rank == rank != m.owner)
-        back = sum(m.numel for m in self.from_owners(rank) if m.owner == rank != m.rank)
-        return there + back
+        return self.num_sent_there(rank) + self.num_sent_back(rank)
+
+    def num_sent_there(self, rank: int) -> int:
+        """The elements that `rank` sends to owners."""
+        return sum(m.numel for m in self.to_owners(rank) if m.rank == rank != m.owner)
+
+    def num_sent_back(self, rank: int) -> int:
+        """The elements that `rank`, as an owner, sends to shards."""
+        return sum(m.numel for m in self.from_owners(rank) if m.owner == rank != m.rank)
 
     def _all_of(self, index: int, rank: int) -> MatrixMove:
         matrix = self.matrices[index]
@@ -255,8 +276,8 @@ class OwnedBuffer:
         """
         return [
             self._move(index, shard, rank)
-            for rank, place in enumerate(self.places)
-            if place[1] == shard and replica in (None, place[0])
+            for rank in self._ranks[shard]
+            if replica in (None, self.places[rank][0])
         ]
 
     def _move(self, index: int, shard: int, rank: int) -> MatrixMove:
@@ -266,3 +287,11 @@ class OwnedBuffer:
         return MatrixMove(
             index, self.owners[index], begin - start, rank, begin - first, end - begin
         )
+
+
+@lru_cache(maxsize=64)  # the buffers of a plan have the same places
+def _ranks_by_shard(places: tuple[tuple[int, int], ...]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for rank, (_, shard) in enumerate(places):
+        found[shard] = (*found.get(shard, ()), rank)
+    return found

@@ -250,8 +250,8 @@ def start_exchange(
     _report(axis, "exchange", label, num_sent, x)
     arrived = x.new_empty(sum(received))
     if isinstance(axis, ProcessAxis) and x.is_cuda:
-        works = _start(label, dist.all_to_all_single, arrived, x, [*received], [*sent], axis=axis)
-        return Pending(label, works, None, arrived, (x,))
+        started = _start(label, dist.all_to_all_single, arrived, x, [*received], [*sent], axis=axis)
+        return Pending(label, started, None, arrived, (x,))
     out, into = torch.split(x, list(sent)), torch.split(arrived, list(received))
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     works = _swap(

@@ -44,7 +44,7 @@ class OwnerCall(NamedTuple):
         tensors: the flat tensor of the matrices, and those of their states.
         buffers: where the matrices' entries are in each of these.
         shapes: by tensor and matrix, the shape of the entries.
-        count: the number of updates, 0-d.
+        step: the number of updates, 0-d.
         reply_dtype: the dtype of the first result, in which it is sent back.
         rank, exchange: this rank, and the collective.
     """
@@ -54,7 +54,7 @@ class OwnerCall(NamedTuple):
     tensors: tuple[Tensor, ...]
     buffers: tuple[OwnedBuffer, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
-    count: Tensor
+    step: Tensor
     reply_dtype: torch.dtype
     rank: int
     exchange: Exchange
@@ -248,7 +248,7 @@ def _compute(
         return torch.stack(flats).view(len(own), *shape)
 
     stacks = [stack_of(k) for k in range(len(call.tensors))]
-    counts = torch.stack([calls[index].count for index, _ in own])
+    counts = torch.stack([calls[index].step for index, _ in own])
     result, states = call.run(stacks[0], tuple(stacks[1:]), counts)
     found = {}
     dtypes = call.dtypes(back=True)

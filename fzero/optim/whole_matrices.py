@@ -13,8 +13,8 @@ Shape letters: n matrices of one shape, R rows, C columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Generic, Literal, NamedTuple
 
@@ -82,7 +82,7 @@ class EntriesSpec(TensorSpec):
     elements, in the places that `layout` says.
     """
 
-    layout: FlatLayout | None = None
+    layout: FlatLayout = field(default_factory=lambda: FlatLayout((), (), 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,15 @@ class ComputeLayout:
         ]
 
 
+def entries_of(layout: FlatLayout, matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
+    """The entries of each matrix in the layout of a state (`EntriesSpec`)."""
+    found = []
+    for matrix in matrices:
+        _, length = layout.shape(matrix.name)
+        found.append(Matrix(matrix.name, _index(matrix) * length, length, 1, 0))
+    return tuple(found)
+
+
 def _index(matrix: Matrix) -> int:
     """The number of a matrix among those of its parameter."""
     return matrix.start // max(matrix.numel, 1)
@@ -183,12 +192,7 @@ def compute_layout(
                 layout.multiple_of,
             )
         )
-        entries.append(
-            tuple(
-                Matrix(each.name, _index(each) * math.prod(shape), math.prod(shape), 1, 0)
-                for each, shape in zip(matrices, of_leaf, strict=True)
-            )
-        )
+        entries.append(entries_of(layouts[-1], matrices))
         shapes.append(of_leaf)
     if owners is None:
         owners = (0,) * len(matrices)

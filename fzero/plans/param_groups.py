@@ -25,6 +25,8 @@ from fzero.optim.transforms import Transform
 
 if TYPE_CHECKING:
     from fzero.optim.fragments import ShardContents
+    from sharding import FlatLayout
+    from sharding.owners import Matrices
 
 ParamGroup = Mapping[str, Any]
 """Hyper-parameters that differ from the configuration's, or a `"transform"` (see
@@ -121,6 +123,10 @@ class UserTransform:
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         return ""
+
+    def matrices(self, layout: FlatLayout, kind: str) -> Matrices | None:
+        """As for `OptimizerBlock.matrices`."""
+        return None
 
     def transform(
         self, *, lr: float | Tensor | None = None, contents: ShardContents | None = None, **_: Any

@@ -322,7 +322,7 @@ _COLORS: dict[str, str] = {
     "gather": "tab:blue",
     "reduce": "tab:orange",
     "all_gather_params": "tab:green",
-    "momentum": "tab:olive",
+    "owners": "tab:olive",
     "buffers": "tab:purple",
 }
 _NUMBERS = "0.45"  # the color of collectives of a few numbers

@@ -11,7 +11,7 @@ same update in its graph, with the numbers in tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
@@ -22,6 +22,7 @@ from torch import Tensor
 
 import fzero.optim as optim
 from fzero.common.profiler_ranges import profiler_range
+from fzero.comms import collectives
 from fzero.comms.mesh import AxisMesh, RankMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label
@@ -34,7 +35,7 @@ from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.state import TrainState
 from fzero.storage.shard_transfer import BufferPool, updated_part
 from fzero.storage.state_memory import StateMemory, Update
-from fzero.verbs import optimizer_update
+from fzero.verbs import optimizer_update, update_together
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
@@ -201,7 +202,13 @@ class Updater:
             )
             (away if is_away else here).append(update)
         params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
-        for alike in self._alike(here):
+        if wholes := [x for x in here if not x.buffer.elementwise]:
+            transforms = [x.transform_at(0, x.grad.numel()) for x in wholes]
+            given: Any = zip(*((x.grad, x.master, x.state) for x in wholes), strict=True)
+            news = update_together(transforms, *given)
+            optimizer |= {x.buffer.key: new for x, new in zip(wholes, news, strict=True)}
+            pending += _start_joins(wholes, params)
+        for alike in self._alike([x for x in here if x.buffer.elementwise]):
             transform = alike[0].transform_at(0, alike[0].grad.numel())
             grads, masters, states = zip(*((x.grad, x.master, x.state) for x in alike), strict=True)
             _, news = optimizer_update(transform, masters, grads, states, donate=True)
@@ -284,10 +291,7 @@ class Updater:
             transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.rule)
             self._made[rule] = (lr, momentum), transform
         else:
-            contents = optim.ShardContents.whole(buffer.layout)
-            if buffer.flow.updates == "shard":
-                stack, join = partial(_stack, mesh or self.mesh), partial(_join, mesh or self.mesh)
-                contents = optim.ShardContents(buffer.layout, (self.shard,), stack=stack, join=join)
+            contents = self._contents(buffer, mesh or self.mesh)
             transform = optimizer.transform(
                 lr=lr, momentum=momentum, contents=contents, kind=buffer.rule
             )
@@ -297,6 +301,24 @@ class Updater:
         if self.places is not None:
             how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + start)
         return mixed_precision(transform, state_dtype=buffer.dtypes.optimizer, **how)
+
+    def _contents(self, buffer: FlatParamPlan, mesh: AxisMesh[Any] | None) -> optim.ShardContents:
+        """The parameters of this rank's part of a flat buffer, and the collectives that
+        reach the rest.
+        """
+        contents = optim.ShardContents.whole(buffer.layout)
+        if buffer.flow.updates == "shard":
+            stack, join = partial(_stack, mesh), partial(_join, mesh)
+            contents = optim.ShardContents(buffer.layout, (self.shard,), stack=stack, join=join)
+        if buffer.key not in self.plan.owners:
+            return contents
+        return replace(
+            contents,
+            owners=self.plan.owners[buffer.key],
+            places=self.plan.places,
+            rank=0 if mesh is None else mesh.world.rank,
+            exchange=partial(_exchange, mesh),
+        )
 
     # --- in a graph -------------------------------------------------------------------------------
 
@@ -366,7 +388,15 @@ def _stack(mesh: AxisMesh[Any] | None, partial_1K: Tensor) -> Tensor:
 
 def _join(mesh: AxisMesh[Any] | None, shard_S: Tensor) -> Tensor:
     assert mesh is not None, NO_RANKS
-    return mesh.all_gather(shard_S, mesh.axes, label=Label("momentum", phase="update"))
+    return mesh.all_gather(shard_S, mesh.axes, label=Label("optimizer", phase="update"))
+
+
+def _exchange(
+    mesh: AxisMesh[Any] | None, x: Tensor, sent: list[int], received: list[int]
+) -> Callable[[], Tensor]:
+    assert mesh is not None, NO_RANKS
+    label = Label("owners", phase="update")
+    return collectives.start_exchange(x, sent, received, mesh.world, label=label).wait
 
 
 def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:
