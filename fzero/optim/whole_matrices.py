@@ -13,6 +13,7 @@ Shape letters: n matrices of one shape, R rows, C columns.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,7 +23,9 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.optim.fragments import ShardContents
+from fzero.optim.adam_kernels import adamw
+from fzero.optim.elementwise import check_elementwise
+from fzero.optim.fragments import ByContents, ShardContents
 from fzero.optim.owner_calls import Calls, OwnerCall
 from fzero.optim.transforms import (
     Leaf,
@@ -35,7 +38,15 @@ from fzero.optim.transforms import (
 )
 from sharding import TensorSpec
 from sharding.layout import FlatLayout
-from sharding.owners import Matrix, OwnedBuffer, matrices_of
+from sharding.owners import (
+    Matrices,
+    Matrix,
+    OwnedBuffer,
+    Work,
+    matrices_of,
+    newton_schulz_flops,
+)
+from sharding.views import dtype_name, torch_dtype
 
 
 class MatrixTransform(NamedTuple):
@@ -295,3 +306,181 @@ def owned_transform(
         )
 
     return Transform(init, update, specs, calls=(update, calls))
+
+
+def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is a matrix that is neither an embedding nor the output layer,
+    by its name.
+
+    >>> is_hidden_matrix("h.0.mlp.weight", (4, 8)), is_hidden_matrix("wte.weight", (9, 4))
+    (True, False)
+    """
+    is_other = any(x in name.lower() for x in ("embed", "wte", "wpe", "lm_head"))
+    return len(shape) >= 2 and not is_other
+
+
+@dataclass(frozen=True)
+class MatrixOptimizer(ByContents):
+    """An optimizer of a model: `matrix` for the parameters that `takes` selects, and
+    `others` for the rest. `matrix_transform` makes and documents it.
+    """
+
+    matrix: MatrixTransform
+    name: str
+    momentum: float | None
+    nesterov: bool
+    weight_decay: float
+    scale: Callable[[int, int], float] | None
+    sends: str | None
+    parts: Mapping[str, int]
+    takes: Callable[[str, tuple[int, ...]], bool]
+    others: Callable[[Any], Transform]
+    work: Work
+
+    def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
+        return "matrix" if self.takes(name, tuple(shape)) else "other"
+
+    def is_elementwise(self, kind: str) -> bool:
+        return kind == "other"
+
+    def matrices(self, layout: FlatLayout, kind: str) -> Matrices | None:
+        if kind != "matrix":
+            return None
+        try:
+            found = matrices_of(layout, parts=self._parts_of(layout), work=self.work)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+        return Matrices(found, self.sends or "float32", "float32")
+
+    def check(self, field: str) -> None:
+        check_matrices(self.matrix, name=f"{field} ({self.name})")
+        check_elementwise(self.others(1e-3), name=f"{field}.others")
+
+    def __call__(self, lr: Any, contents: ShardContents | None = None, kind: str = "") -> Transform:
+        if kind == "other":
+            return self.others(lr)
+        contents = contents or ShardContents.whole(FlatLayout(("x",), ((4, 8),), 1))
+        return owned_transform(
+            self.name,
+            self.matrix,
+            lr,
+            contents=contents,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+            scale=self.scale,
+            send_dtype=None if self.sends is None else torch_dtype(self.sends),
+            parts=self._parts_of(contents.layout),
+        )
+
+    def _parts_of(self, layout: FlatLayout) -> dict[str, int]:
+        """The parts of each parameter: those of the first pattern that its name has."""
+        found = {}
+        for name in layout.names:
+            number = next((n for pattern, n in self.parts.items() if re.search(pattern, name)), 1)
+            if number != 1:
+                found[name] = number
+        return found
+
+
+def matrix_transform(
+    matrix: MatrixTransform,
+    *,
+    name: str = "matrix_transform",
+    momentum: float | None = None,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    scale: Callable[[int, int], float] | None = None,
+    sends: Literal["bfloat16"] | None = None,
+    parts: Mapping[str, int] = {},
+    takes: Callable[[str, tuple[int, ...]], bool] = is_hidden_matrix,
+    others: Callable[[Any], Transform] = adamw,
+    work: Work = newton_schulz_flops,
+) -> MatrixOptimizer:
+    """An optimizer of whole matrices, for `make_train_step(…, transform=…)`.
+
+    Each matrix is computed by one rank, its owner (`sharding.owners`). *Collective:* an
+    update sends the matrices and their states to the owners, and the results back.
+
+    Args:
+        matrix: the functions of a stack of matrices.
+        name: of the optimizer, for error messages.
+        momentum: the weight of the past in a running mean of gradients, which `matrix`
+            then gets instead of the gradients.
+        nesterov: whether the newest gradient is mixed in once more.
+        weight_decay: decoupled: parameters shrink by `lr · weight_decay` per update.
+        scale: the length of a step of a matrix of R rows and C columns, times `lr`.
+        sends: the dtype in which gradients or momentum go to owners; None is that of
+            the update.
+        parts: by a regular expression on the name, the number of equal blocks of rows
+            into which a parameter is cut, each a matrix of its own: heads, or q, k, v.
+        takes: which parameters, by name and shape, `matrix` updates.
+        others: a function of the learning rate that makes the elementwise transform of
+            all other parameters.
+        work: the work of a matrix of R rows and C columns, by which owners are chosen.
+
+    >>> signs = MatrixTransform(lambda x: (), lambda x, s, n: (x.sign(), s), lambda spec: ())
+    >>> optimizer = matrix_transform(signs, momentum=0.9)
+    >>> optimizer.kind_of("h.0.weight", (4, 8)), optimizer.kind_of("h.0.bias", (4,))
+    ('matrix', 'other')
+    """
+    check_range(name, momentum=momentum or 0.0, weight_decay=weight_decay)
+    return MatrixOptimizer(
+        matrix, name, momentum, nesterov, weight_decay, scale, sends, parts, takes, others, work
+    )
+
+
+def check_matrices(matrix: MatrixTransform, *, name: str = "matrix") -> None:
+    """Raises a ValueError unless a `MatrixTransform` keeps its laws on random stacks:
+    `specs` describes what `init` makes, `init` depends on the shape alone, each matrix of
+    a stack is treated alone, and everything that it keeps is in its state.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((4, 6), (6, 4), (5, 5)):
+        stacks = torch.randn(3, 2, *shape, generator=generator)
+        zeros = torch.zeros(2, *shape)
+        state = matrix.init(zeros)
+        specs = optree.tree_leaves(matrix.specs(TensorSpec(shape, "float32")))
+        made = optree.tree_leaves(state)
+        described = [(spec.shape, spec.dtype) for spec in specs]
+        found = [(tuple(x.shape[1:]), dtype_name(x.dtype)) for x in made]
+        if described != found:
+            raise ValueError(
+                f"{name}: specs must describe the state of one matrix of shape {shape}, which init "
+                f"makes as {found}, got {described}; return the shapes without the number of "
+                f"matrices"
+            )
+        _check_equal(name, "init must depend on shapes alone", made, matrix.init(stacks[0]))
+        runs = [_updates(matrix, stacks, shape) for _ in range(2)]
+        _check_equal(name, "update must keep everything in its state", runs[0], runs[1])
+        for index in range(2):
+            alone = _updates(matrix, stacks[:, index : index + 1], shape)
+            own = [x[index : index + 1] for x in runs[0]]
+            _check_equal(name, "update must treat each matrix of a stack alone", own, alone, 1e-4)
+
+
+def _updates(matrix: MatrixTransform, stacks: Tensor, shape: tuple[int, int]) -> list[Tensor]:
+    """The directions and the last state of updates with each stack."""
+    state, found = matrix.init(torch.zeros(len(stacks[0]), *shape)), []
+    for count, stack in enumerate(stacks, 1):
+        counts = torch.full((len(stack),), float(count))
+        direction, state = matrix.update(stack.clone(), state, counts)
+        if direction.shape != stack.shape:
+            raise ValueError(
+                f"update must return a direction of the stack's shape {tuple(stack.shape)}, got "
+                f"{tuple(direction.shape)}; return (directions, state)"
+            )
+        found.append(direction)
+    return [*found, *optree.tree_leaves(state)]
+
+
+def _check_equal(name: str, rule: str, expected: Any, found: Any, tolerance: float = 0.0) -> None:
+    """Raises unless tensors are equal; a product of a batch may round in another way."""
+    pairs = zip(optree.tree_leaves(expected), optree.tree_leaves(found), strict=True)
+    for index, (x, y) in enumerate(pairs):
+        if not torch.allclose(x, y, rtol=tolerance, atol=tolerance):
+            far = (x - y).abs().max().item()
+            raise ValueError(
+                f"{name}: {rule}, and tensor {index} of its result differs by {far:.1e}; compute "
+                f"it from the arguments"
+            )

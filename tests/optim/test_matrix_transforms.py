@@ -65,11 +65,11 @@ every_transform = pytest.mark.parametrize("name", MAKERS)
 # --- ranks in threads -----------------------------------------------------------------------------
 
 
-def owners_of(layout: FlatLayout) -> tuple[int, ...] | None:
+def owners_of(layout: FlatLayout, parts: dict[str, int] | None = None) -> tuple[int, ...] | None:
     """An owner for each matrix, where all parameters are matrices."""
     if any(len(shape) < 2 for shape in layout.shapes):
         return None
-    return assign_owners(matrices_of(layout), layout.world_size)
+    return assign_owners(matrices_of(layout, parts=parts or {}), layout.world_size)
 
 
 class Ranks:
@@ -77,12 +77,14 @@ class Ranks:
     barrier.
     """
 
-    def __init__(self, layout: FlatLayout) -> None:
+    def __init__(self, layout: FlatLayout, parts: dict[str, int] | None = None) -> None:
         self.layout = layout
         self.barrier = Barrier(layout.world_size, timeout=60)
         self.slots: list[tuple[str, Tensor]] = [("", torch.zeros(0))] * layout.world_size
         self.calls: list[list[str]] = [[] for _ in range(layout.world_size)]
         self.sent = [0] * layout.world_size
+        self.splits: list[list[int]] = [[]] * layout.world_size
+        self.parts = parts or {}
 
     def contents(self, rank: int) -> ShardContents:
         def exchange(x: Tensor, kind: str) -> list[Tensor]:
@@ -96,11 +98,11 @@ class Ranks:
 
         def to_owners(x: Tensor, sent: list[int], received: list[int]) -> Callable[[], Tensor]:
             self.sent[rank] += sum(sent) - sent[rank]
-            rows = x.new_zeros(len(sent), self.layout.partition.padded_numel)
-            for to, part in enumerate(torch.split(x, sent)):
-                rows[to, : len(part)] = part
-            arrived = exchange(rows, "exchange")
-            found = torch.cat([row[rank, :n] for row, n in zip(arrived, received, strict=True)])
+            self.splits[rank] = sent
+            arrived = zip(exchange(x, "exchange"), list(self.splits), strict=True)
+            found = torch.cat([torch.split(of_rank, split)[rank] for of_rank, split in arrived])
+            self.barrier.wait()  # the splits may change now
+            assert len(found) == sum(received)
             return lambda: found
 
         return ShardContents(
@@ -108,7 +110,7 @@ class Ranks:
             (rank,),
             stack=lambda x: torch.cat(exchange(x, f"stack {tuple(x.shape)}")),
             join=lambda x: torch.cat(exchange(x, f"join {tuple(x.shape)}")),
-            owners=owners_of(self.layout),
+            owners=owners_of(self.layout, self.parts),
             places=tuple((0, shard) for shard in range(self.layout.world_size)),
             rank=rank,
             exchange=to_owners,
@@ -181,14 +183,16 @@ MATRICES = FlatLayout(
 # --- the same bits however the buffer is cut ------------------------------------------------------
 
 
-def check_same_bits(make: Make, layout: FlatLayout, seed: int) -> list[list[str]]:
+def check_same_bits(
+    make: Make, layout: FlatLayout, seed: int, parts: dict[str, int] | None = None
+) -> list[list[str]]:
     """Raises unless the updates of shards are shards of the full update; returns the
     calls of each rank.
     """
     params, grads = values(layout, seed)
     param_P, grads_P = flatten(params, layout), [flatten(grad, layout) for grad in grads]
     full, full_state = run(make(ShardContents.whole(layout)), param_P, grads_P)
-    partition, ranks = layout.partition, Ranks(layout)
+    partition, ranks = layout.partition, Ranks(layout, parts)
 
     def work(rank: int, contents: ShardContents) -> tuple[Tensor, Any]:
         shards = [take_shard(grad, partition, rank) for grad in grads_P]
@@ -204,7 +208,8 @@ def check_same_bits(make: Make, layout: FlatLayout, seed: int) -> list[list[str]
         for own, of_all, where in zip(*leaves, placed, strict=True):
             if own is not None:
                 is_cut = isinstance(where.spec, Sharded)
-                assert torch.equal(own, take_shard(of_all, partition, rank) if is_cut else of_all)
+                of_tensor = where.partition(layout.world_size)
+                assert torch.equal(own, take_shard(of_all, of_tensor, rank) if is_cut else of_all)
     return ranks.calls
 
 
