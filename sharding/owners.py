@@ -100,25 +100,57 @@ def matrices_of(
 
 
 def assign_owners(matrices: Sequence[Matrix], world_size: int) -> tuple[int, ...]:
-    """The owner of each matrix: the heaviest matrix first, each to the rank with the
-    least work so far (then the fewest elements, then the first).
+    """The owner of each matrix, by its work. The rank with the most work has as little
+    as one of two rules finds.
 
-    The largest rank has at most 4/3 of the least possible work (Graham 1969), and a few
-    percent more than the mean where there are several matrices for each rank.
+    The first rule gives the heaviest matrix to the rank with the least work so far
+    (then the fewest elements, then the first), and so on; the largest rank gets at most
+    4/3 of the least possible work (Graham 1969). The second fills one rank after the
+    other with the heaviest matrices that fit under a bound, and searches for the
+    smallest bound (MULTIFIT, Coffman et al. 1978).
 
-    >>> heavy, light = Matrix("a", 0, 4, 4, 384), Matrix("b", 0, 2, 2, 48)
-    >>> assign_owners([light, heavy, light, light], 2)
-    (1, 0, 1, 1)
+    >>> works = [18, 18, 14, 14, 14, 6]
+    >>> assign_owners([Matrix(str(i), 0, 2, 2, work) for i, work in enumerate(works)], 2)
+    (0, 0, 1, 1, 1, 0)
     """
     check_at_least("assign_owners", "world_size", world_size, 1)
+    order = sorted(range(len(matrices)), key=lambda i: (-matrices[i].work, i))
     owners = [0] * len(matrices)
     ranks = [(0, 0, rank) for rank in range(world_size)]
-    for index in sorted(range(len(matrices)), key=lambda i: (-matrices[i].work, i)):
+    for index in order:
         work, numel, rank = heapq.heappop(ranks)
-        owners[index] = rank
-        matrix = matrices[index]
+        owners[index], matrix = rank, matrices[index]
         heapq.heappush(ranks, (work + matrix.work, numel + matrix.numel, rank))
+    most = max(work for work, _, _ in ranks)
+    by_work: dict[int, list[int]] = {}
+    for index in order:
+        by_work.setdefault(matrices[index].work, []).append(index)
+    low = max(-(-sum(m.work for m in matrices) // world_size), max(by_work, default=0))
+    while low < most:
+        bound = (low + most) // 2
+        if (filled := _filled(by_work, world_size, bound)) is None:
+            low = bound + 1
+        else:
+            owners, most = filled, bound
     return tuple(owners)
+
+
+def _filled(by_work: Mapping[int, Sequence[int]], world_size: int, bound: int) -> list[int] | None:
+    """The owners, if one rank after the other takes the heaviest matrices that keep it
+    within `bound`; None if some are left over. `by_work` has the heaviest first.
+    """
+    taken = dict.fromkeys(by_work, 0)
+    owners = [0] * sum(map(len, by_work.values()))
+    for rank in range(world_size):
+        room = bound
+        for work, indices in by_work.items():
+            left = len(indices) - taken[work]
+            number = min(left, room // work) if work else left
+            for index in indices[taken[work] : taken[work] + number]:
+                owners[index] = rank
+            taken[work] += number
+            room -= number * work
+    return owners if all(len(by_work[work]) == taken[work] for work in by_work) else None
 
 
 @dataclass(frozen=True, slots=True)
