@@ -192,12 +192,11 @@ def update_together(
     params: Sequence[Tensor],
     states: Sequence[Any],
 ) -> list[Any]:
-    """The updates of several flat tensors, each with its own transform; written in
-    place. Returns the new states.
+    """The updates of several flat tensors, each with its own transform, in place; their
+    new states.
 
-    Transforms that look at whole matrices call the owners of all these together.
-    *Collective* for transforms that are not elementwise: every rank, with the
-    transforms in one order; see each for what it sends.
+    Owners of whole matrices are called for all together. *Collective* for transforms
+    that are not elementwise; see each for what it sends.
     """
     given = zip(transforms, grads, params, states, strict=True)
     updated = run_together([transform.start(*of) for transform, *of in given])

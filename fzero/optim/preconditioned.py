@@ -209,4 +209,5 @@ def _inverse_fourth_root(gram: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(gram)
     smallest = torch.finfo(gram.dtype).tiny
     roots = values.clamp(min=smallest).pow(-0.25)
-    return (vectors * roots[..., None, :]) @ vectors.mT
+    found: Tensor = (vectors * roots[..., None, :]) @ vectors.mT
+    return found

@@ -13,6 +13,7 @@ from fzero.comms.mesh import is_several
 from fzero.optim.whole_matrices import EntriesSpec, entries_of
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.traffic import Collective, Size
+from sharding import Mesh, Sharded
 from sharding.owners import Matrix, OwnedBuffer, assign_owners
 
 if TYPE_CHECKING:
@@ -30,6 +31,18 @@ def owners_of(buffers: Sequence[FlatParamPlan], world_size: int) -> dict[str, tu
     every = tuple(matrix for _, matrices in having for matrix in matrices)
     owners = iter(_assigned(every, world_size))
     return {key: tuple(next(owners) for _ in matrices) for key, matrices in having}
+
+
+@lru_cache(maxsize=64)  # an update asks for each flat buffer
+def places_of(
+    mesh: Mesh, axes: tuple[str, ...], replicate_axes: tuple[str, ...]
+) -> tuple[tuple[int, int], ...]:
+    """By rank, the number of its replica and the index of its finest shard."""
+
+    def index(rank: int, names: tuple[str, ...]) -> int:
+        return mesh.shard_of(rank, Sharded(*names)) if names else 0
+
+    return tuple((index(rank, replicate_axes), index(rank, axes)) for rank in range(mesh.size))
 
 
 @lru_cache(maxsize=16)  # a plan is made several times from the same model

@@ -84,8 +84,7 @@ class Plan:
         homes: the unit and the flat buffer of each parameter, by its name.
         flats: the name of the unit of each flat buffer, and the buffer itself, by its
             key.
-        owners: by flat buffer with whole matrices, the rank that computes with each
-            (`sharding.owners`); the work of all buffers is divided together.
+        owners: by flat buffer with whole matrices, the rank that computes with each.
     """
 
     stage: Stage
@@ -185,12 +184,7 @@ class Plan:
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
         """By rank, the number of its replica and the index of its finest shard."""
-        return tuple(
-            (self.mesh.shard_of(rank, Sharded(*self.replicate_axes)), self.shard_of(rank))
-            if self.replicate_axes
-            else (0, self.shard_of(rank))
-            for rank in range(self.world_size)
-        )
+        return owned.places_of(self.mesh, self.axes, self.replicate_axes)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ same update in its graph, with the numbers in tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
@@ -22,16 +22,15 @@ from torch import Tensor
 
 import fzero.optim as optim
 from fzero.common.profiler_ranges import profiler_range
-from fzero.comms import collectives
 from fzero.comms.mesh import AxisMesh, RankMesh
 from fzero.comms.pending import Pending
-from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.optim.rounding import salts_of, stochastic
 from fzero.optim.transforms import NUM_SALTS, Transform, mixed_precision, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
+from fzero.runtime.contents import NO_RANKS, contents_of
 from fzero.state import TrainState
 from fzero.storage.shard_transfer import BufferPool, updated_part
 from fzero.storage.state_memory import StateMemory, Update
@@ -41,7 +40,6 @@ from sharding.views import torch_dtype
 if TYPE_CHECKING:
     from fzero.optim.lr_schedules import Schedule
 
-NO_RANKS = "a step on an AbstractAxis updates nothing"
 MOST_TOGETHER = 1 << 24
 """The most elements of several flat buffers that one call updates; their all-gather
 overlaps with the next call.
@@ -291,7 +289,7 @@ class Updater:
             transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.rule)
             self._made[rule] = (lr, momentum), transform
         else:
-            contents = self._contents(buffer, mesh or self.mesh)
+            contents = contents_of(self.plan, buffer, self.shard, mesh or self.mesh)
             transform = optimizer.transform(
                 lr=lr, momentum=momentum, contents=contents, kind=buffer.rule
             )
@@ -301,24 +299,6 @@ class Updater:
         if self.places is not None:
             how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + start)
         return mixed_precision(transform, state_dtype=buffer.dtypes.optimizer, **how)
-
-    def _contents(self, buffer: FlatParamPlan, mesh: AxisMesh[Any] | None) -> optim.ShardContents:
-        """The parameters of this rank's part of a flat buffer, and the collectives that
-        reach the rest.
-        """
-        contents = optim.ShardContents.whole(buffer.layout)
-        if buffer.flow.updates == "shard":
-            stack, join = partial(_stack, mesh), partial(_join, mesh)
-            contents = optim.ShardContents(buffer.layout, (self.shard,), stack=stack, join=join)
-        if buffer.key not in self.plan.owners:
-            return contents
-        return replace(
-            contents,
-            owners=self.plan.owners[buffer.key],
-            places=self.plan.places,
-            rank=0 if mesh is None else mesh.world.rank,
-            exchange=partial(_exchange, mesh),
-        )
 
     # --- in a graph -------------------------------------------------------------------------------
 
@@ -379,24 +359,6 @@ def _are_same(made: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
         x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y)
         for x, y in zip(made, now)
     )
-
-
-def _stack(mesh: AxisMesh[Any] | None, partial_1K: Tensor) -> Tensor:
-    assert mesh is not None, NO_RANKS
-    return mesh.stack(partial_1K[0], label=Label("optimizer", phase="update"))
-
-
-def _join(mesh: AxisMesh[Any] | None, shard_S: Tensor) -> Tensor:
-    assert mesh is not None, NO_RANKS
-    return mesh.all_gather(shard_S, mesh.axes, label=Label("optimizer", phase="update"))
-
-
-def _exchange(
-    mesh: AxisMesh[Any] | None, x: Tensor, sent: list[int], received: list[int]
-) -> Callable[[], Tensor]:
-    assert mesh is not None, NO_RANKS
-    label = Label("owners", phase="update")
-    return collectives.start_exchange(x, sent, received, mesh.world, label=label).wait
 
 
 def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:
