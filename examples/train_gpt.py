@@ -8,6 +8,8 @@
         another stage, another number of ranks
     make demo ARGS="--dtype bf16"
         parameters in bf16 beside an fp32 master
+    make demo ARGS="--optimizer muon"
+        Muon for the matrices, each computed by one rank, and AdamW for the rest
     make demo ARGS="--comm-hooks zero++"
         quantized communication, compared with an exact run
     make demo ARGS="--offload nvme"
@@ -64,6 +66,8 @@ FORMULA = {
     "gradients": (2, 4, 2),
 }
 DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+ADAMW = {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+OPTIMIZERS = ("adamw", "muon")
 LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
 COMM_HOOKS = {
     "weights": {"zero_quantized_weights": True},  # gathers in 8 bits
@@ -83,6 +87,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--stage", type=int, choices=STAGES, help="ZeRO stage (default 3)")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the compute (default fp32)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="optimizer (default adamw)")
     parser.add_argument(
         "--comm-hooks",
         choices=COMM_HOOKS,
@@ -125,17 +130,16 @@ def parse_options() -> argparse.Namespace:
             f"--ranks must be a multiple of the {options.pipe} stages of --pipe, got "
             f"{options.ranks}"
         )
-    others = ("stage", "dtype", "comm_hooks", "offload", "config", "save")
+    others = ("stage", "dtype", "optimizer", "comm_hooks", "offload", "config", "save")
     if options.pipe and any(getattr(options, name) is not None for name in others):
         parser.error(
             "--pipe trains in fp32 and ZeRO stage 1; leave out --stage, --dtype and the like"
         )
-    if options.config and (
-        options.stage is not None or options.dtype or options.comm_hooks or options.offload
-    ):
+    own = (options.dtype, options.optimizer, options.comm_hooks, options.offload)
+    if options.config and (options.stage is not None or any(own)):
         parser.error(
-            "--config FILE says the stage, the dtype, the comm hooks and what is offloaded; leave "
-            "out --stage, --dtype, --comm-hooks and --offload"
+            "--config FILE says the stage, the dtype, the optimizer, the comm hooks and what is "
+            "offloaded; leave out --stage, --dtype, --optimizer, --comm-hooks and --offload"
         )
     if options.steps is None and (options.pipe or options.comm_hooks or options.save):
         # so that two runs, and the runs before and after a save, have the same steps
@@ -170,13 +174,22 @@ class Limit:
         return pace * (self._steps - num_steps) if self._steps else self._seconds * (1 - self.done)
 
 
+def muon() -> Any:
+    """Muon for the matrices of blocks, and AdamW for the rest, at one learning rate."""
+    return fzero.optim.mixed_muon(
+        adjust_lr_fn="match_rms_adamw",
+        weight_decay=0.1,
+        takes=lambda name, shape: name.startswith("blocks.") and len(shape) == 2,
+        others=lambda lr: fzero.adamw(**ADAMW | {"lr": lr}),
+    )
+
+
 def config(stage: int, dtype: str, **keys: Any) -> fzero.Config:
-    optimizer = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
     # By default stage 3 replicates parameters below 100,000 elements. This model has few others.
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **keys}
     settings = {
         "train_micro_batch_size_per_gpu": BATCH_SIZE,
-        "optimizer": optimizer,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
         "zero_optimization": zero,
     }
     return fzero.Config.load(settings | DTYPES[dtype])  # a file with this JSON works as well
@@ -216,7 +229,10 @@ def train(options: argparse.Namespace) -> None:
                     **files,
                 }
             }
-        configs, schedule = {"": config(stage, dtype, **offload)}, smaller_at_the_end
+        configs, schedule = (
+            {"": config(stage, dtype, **offload)},
+            smaller_at_the_end,
+        )
         if options.comm_hooks:
             configs = {
                 "exact": configs[""],
@@ -229,7 +245,13 @@ def train(options: argparse.Namespace) -> None:
         held_out_text = held_out_text[:SCORED_AFTER_SECONDS]
     results: dict[str, dict[str, Any]] = {}
     for name, cfg in configs.items():
-        step = fzero.make_train_step(model, cfg, lr_schedule=schedule, seed=options.seed)
+        step = fzero.make_train_step(
+            model,
+            cfg,
+            lr_schedule=schedule,
+            seed=options.seed,
+            transform=muon() if options.optimizer == "muon" else None,
+        )
         console = Console(quiet=step.rank != 0, highlight=False, soft_wrap=True)
         if step.rank == 0:
             print(step.plan)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fzero.optim.optimizers import adagrad as adagrad, lion as lion, scale as scale, sgd as sgd
     from fzero.optim.precision import Precision as Precision
     from fzero.optim.preconditioned import (
+        mixed_muon as mixed_muon,
         normuon as normuon,
         shampoo as shampoo,
         soap as soap,
@@ -48,7 +49,7 @@ else:
             "loss_scale": "LossScale LossScaling",
             "matrix": "adafactor lamb muon",
             "precision": "Precision",
-            "preconditioned": "normuon shampoo soap",
+            "preconditioned": "mixed_muon normuon shampoo soap",
             "torch_optim": "torch_optimizer",
             "": "elementwise lr_schedules matrix torch_optim",
             "optimizers": "adagrad lion scale sgd",

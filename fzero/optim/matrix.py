@@ -14,7 +14,7 @@ and C row and column statistics.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, Generic, Literal, NamedTuple
@@ -290,11 +290,6 @@ def muon(
         ValueError: a parameter is not a matrix, or a value is out of range.
     """
     check_range("muon", eps=eps, ns_steps=ns_steps)
-    if adjust_lr_fn not in ("original", "match_rms_adamw"):
-        raise ValueError(
-            f"muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}; "
-            f"choose one"
-        )
     is_standard = ns_method == "standard"
     return owned_transform(
         "muon",
@@ -304,19 +299,27 @@ def muon(
         momentum=momentum,
         nesterov=nesterov,
         weight_decay=weight_decay,
-        scale=_step_original if adjust_lr_fn == "original" else _step_as_adam,
+        scale=step_length(adjust_lr_fn),
         send_dtype=torch.bfloat16 if is_standard else None,
         reply_dtype=torch.bfloat16 if is_standard else None,
         parts=parts,
     )
 
 
-def _step_original(rows: int, columns: int) -> float:
-    return math.sqrt(max(1.0, rows / columns))
-
-
-def _step_as_adam(rows: int, columns: int) -> float:
-    return math.sqrt(0.04 * max(rows, columns))
+def step_length(
+    adjust_lr_fn: Literal["original", "match_rms_adamw"],
+) -> Callable[[int, int], float]:
+    """The length of Muon's step of a matrix of R rows and C columns, times the learning
+    rate: Jordan's, or the one whose root mean square is that of AdamW.
+    """
+    if adjust_lr_fn == "original":
+        return lambda rows, columns: math.sqrt(max(1.0, rows / columns))
+    if adjust_lr_fn == "match_rms_adamw":
+        return lambda rows, columns: math.sqrt(0.04 * max(rows, columns))
+    raise ValueError(
+        f"muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}; "
+        f"choose one"
+    )
 
 
 @cache  # equal transforms must be one object, so that buffers share stacks

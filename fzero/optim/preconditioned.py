@@ -1,4 +1,4 @@
-"""NorMuon, SOAP and Shampoo, each written for a stack of matrices
+"""Muon, NorMuon, SOAP and Shampoo, each written for a stack of matrices
 (`fzero.optim.whole_matrices`).
 
 Shape letters: n matrices of one shape, R rows, C columns.
@@ -8,15 +8,45 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.optim.matrix import orthogonalise
+from fzero.optim.matrix import newton_schulz, orthogonalise, step_length
 from fzero.optim.transforms import check_betas, check_range, is_traced
 from fzero.optim.whole_matrices import MatrixOptimizer, MatrixTransform, matrix_transform
 from sharding import TensorSpec
+
+
+def mixed_muon(
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    weight_decay: float = 0.0,
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
+    **rules: Any,
+) -> MatrixOptimizer:
+    """Muon (`fzero.optim.muon`) for hidden matrices, and AdamW for the rest; heads may
+    be matrices of their own.
+
+    Args:
+        adjust_lr_fn: how long a step is, as in `torch.optim.Muon`. With
+            "match_rms_adamw" one learning rate does for both.
+        rules: `parts`, `takes` and `others` of `matrix_transform`.
+    """
+    check_range("mixed_muon", ns_steps=ns_steps)
+    return matrix_transform(
+        newton_schulz(ns_steps),
+        name="mixed_muon",
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        scale=step_length(adjust_lr_fn),
+        sends="bfloat16",
+        **rules,
+    )
 
 
 class NorMuonState(NamedTuple):

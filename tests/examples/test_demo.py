@@ -37,6 +37,20 @@ def processes_of(out: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.long
+def test_the_demo_learns_with_muon(tmp_path):
+    run = subprocess.run(
+        [*COMMAND, tmp_path, "--steps", "40", "--optimizer", "muon"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "each computed by one of 2 ranks" in run.stdout
+    losses = json.loads((tmp_path / "demo.json").read_text())["training_bits_per_byte"]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+@pytest.mark.long
 def test_the_demo_learns_and_leaves_its_picture_and_its_numbers(tmp_path, examples):
     run = subprocess.run(
         [*COMMAND, tmp_path, "--steps", "40"], capture_output=True, text=True, timeout=120

@@ -5,6 +5,7 @@ owners divide the work, and what is sent is what the plan says.
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from training import Odd, Plain, config, make, part, tokens, train, vectors
 import fzero
 from fzero.comms import AbstractAxis
 from fzero.optim.whole_matrices import MatrixOptimizer
+from fzero.plans.owned import exchanged
 from sharding import Mesh
 
 OPTIMIZERS: dict[str, Any] = {
+    "muon": lambda: fzero.optim.mixed_muon(weight_decay=0.1),
     "normuon": lambda: fzero.optim.normuon(weight_decay=0.1),
     "soap": lambda: fzero.optim.soap(frequency=2),
     "shampoo": lambda: fzero.optim.shampoo(momentum=0.9),
@@ -85,6 +88,32 @@ def test_replicas_divide_the_work_and_give_the_bits_of_stage_0(mesh: Mesh) -> No
         found.append(simulated.gather(state))
     for weights in found[1:]:
         assert all(torch.equal(weights[key], found[0][key]) for key in weights)
+
+
+def _sent(stage: int, name: str) -> tuple[int, Any]:
+    log: list[fzero.comms.CommRecord] = []
+    axis = replace(fzero.join(), observe=log.append)
+    step = fzero.make_train_step(make(Odd), config(stage), mesh=axis, transform=_optimizer(name))
+    step(step.init(), part(tokens(0), step.rank, step.world_size))
+    own = sum(record.num_elements for record in log if record.label.purpose == "owners")
+    return own, step.plan
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ["muon", "soap"])
+def test_a_rank_sends_to_owners_and_back_what_the_plan_says(
+    ranks: RankPool, stage: int, name: str
+) -> None:
+    results = ranks(3, _sent, stage, name)
+    plan = results[0][1]
+    expected = [0, 0, 0]
+    for buffer in plan.flat_buffers:
+        if buffer.matrices is not None:
+            for owned, *_ in exchanged(plan, buffer):
+                expected = [x + owned.num_sent(rank) for rank, x in enumerate(expected)]
+    assert [own for own, _ in results] == expected
+    planned = {key: n for key, n in plan.sent_per_step.items() if "all_to_all" in key}
+    assert sum(planned.values()) == max(expected) > 0
 
 
 def _saved(folder: Path, name: str, stage: int) -> Any:
