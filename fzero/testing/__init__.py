@@ -32,12 +32,20 @@ from fzero.plans.orders import OrderFunction, in_two_numbers
 from fzero.plans.param_groups import OwnTransform
 from fzero.testing.collective_laws import COLLECTIVE_LAWS, Declared
 from fzero.testing.laws import try_law
+from fzero.testing.matrix_laws import check_matrix_transform
 from fzero.testing.order_laws import ORDER_LAWS
 from fzero.testing.reference_trainer import Job
 from fzero.testing.training_machine import TrainingMachine
 from fzero.testing.transform_laws import CAPTURE_LAWS, RATE_LAWS, TRANSFORM_LAWS
 
-__all__ = ["Job", "TrainingMachine", "check_collective", "check_order", "check_transform"]
+__all__ = [
+    "Job",
+    "TrainingMachine",
+    "check_collective",
+    "check_matrix_transform",
+    "check_order",
+    "check_transform",
+]
 
 
 def check_transform(

@@ -18,6 +18,7 @@ from fzero.optim.fragments import ShardContents
 from fzero.optim.matrix import orthogonalise
 from fzero.optim.transforms import Transform
 from fzero.optim.whole_matrices import MatrixOptimizer, MatrixTransform, check_matrices
+from fzero.testing import check_matrix_transform
 from sharding.layout import FlatLayout
 from sharding.views import unflatten
 
@@ -25,7 +26,7 @@ OPTIMIZERS: dict[str, MatrixOptimizer] = {
     "normuon": fzero.optim.normuon(weight_decay=0.1),
     "soap": fzero.optim.soap(frequency=2),
     "shampoo": fzero.optim.shampoo(momentum=0.9),
-    "by rows": fzero.optim.normuon(parts={"w": 7, "u": 2}),
+    "by rows": fzero.optim.normuon(parts={"^w$": 7, "^u$": 2}),
 }
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
@@ -165,6 +166,25 @@ def test_a_lawful_transform_passes() -> None:
         check_matrices(optimizer.matrix)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_laws_in_steps_hold_for_those_of_fzero(name: str) -> None:
+    # the parts of "by rows" are of other parameters, and have no effect here
+    check_matrix_transform(OPTIMIZERS[name], name=name, world_sizes=(3,))
+
+
+def test_what_depends_on_the_rank_breaks_a_law_of_steps() -> None:
+    def by_neighbours(x: Tensor, state: Any, counts: Tensor) -> tuple[Tensor, Any]:
+        noise = torch.rand((), generator=_GENERATOR) if len(x) > 2 or x.shape[1] == 9 else 0.0
+        return x + noise, state
+
+    own = fzero.optim.matrix_transform(MatrixTransform(lambda x: (), by_neighbours, lambda s: ()))
+    with pytest.raises(AssertionError, match=r"optimizer: all stages must give the same bits"):
+        check_matrix_transform(own, world_sizes=(2,))
+    with pytest.raises(ValueError, match="optimizer: must be an optimizer of whole matrices"):
+        check_matrix_transform(own.matrix)  # type: ignore[arg-type]
+
+
+_GENERATOR = torch.Generator().manual_seed(0)
 kept: list[Tensor] = []
 
 
