@@ -5,6 +5,7 @@ Each function returns an error with the name of the parameter, the rule and the 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -59,6 +60,7 @@ BETWEEN = (
 CHANGES_FLAG = "you can only change requires_grad flags of leaf"
 HOOKS_SAVED = "don't yet support saved tensor hooks"
 COMPILED_TWICE = "does not currently support double backward"
+LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
 CHANGED_BASE = "its base or another view of its base has been modified inplace"
 UNCAPTURED = "higher order operator doesn't work unless it is captured"
 """Parts of PyTorch's messages. Errors with such a message get a clearer one here."""
@@ -76,7 +78,7 @@ def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -
         raise ParameterError(STALE_VIEW) from error
     if CHANGES_FLAG in str(error):
         raise flag_changed(None) from error
-    if COMPILED_TWICE in str(error):
+    if COMPILED_TWICE in str(error) or (LEAF_WRITTEN in str(error) and _is_of_tangent(error)):
         raise ValueError(
             "model: a gradient with create_graph=True must not go through code that torch.compile "
             "has compiled, because PyTorch's compiler has no second derivatives, and one did; "
@@ -87,6 +89,14 @@ def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -
         raise ValueError(TRANSFORMED) from error
     if UNCAPTURED in str(error):
         raise ValueError(CONTROL_FLOW) from error
+
+
+def _is_of_tangent(error: RuntimeError) -> bool:
+    """Whether PyTorch raised an error while it prepared a gradient for a compiled
+    backward: it copies one with other strides, which a second derivative forbids.
+    """
+    frames = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
+    return "coerce_to_expected_memory_format" in frames
 
 
 def was_changed(name: str | None, where: str = "of the model") -> ParameterError:
