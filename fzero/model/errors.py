@@ -48,7 +48,8 @@ STALE_VIEW = (
 )
 OVER = (
     "backward: the loss must come from the present step, and its forward belongs to a step that is "
-    "over (updated, or ended by an error), whose parameters are gone; run the forward again"
+    "over (updated, or ended by an error), whose parameters are gone; run the forward again, and "
+    "take each parameter from its module in it, not from a list that an earlier forward has kept"
 )
 BETWEEN = (
     "backward: must be called through the engine or step, because it communicates on all ranks at "
@@ -103,10 +104,11 @@ def was_changed(name: str | None, where: str = "of the model") -> ParameterError
     """The error for a parameter that a forward has changed: the change to a gathered
     one would be lost.
     """
+    what = f"parameter {name!r}" if name else f"parameters {where}"
+    was = ", and was" if name else ", or kept in a list for a later one, and were"
     return ParameterError(
-        f"{f'parameter {name!r}' if name else f'parameters {where}'}: must not be changed in place "
-        f"by the forward (under no_grad, through .data, by embedding(max_norm=...)), and "
-        f"{'was' if name else 'were'}; the change is lost when the unit is released, so compute "
+        f"{what}: must not be changed in place by the forward (under no_grad, through .data, by "
+        f"embedding(max_norm=...)){was}; the change is lost when the unit is released, so compute "
         f"with a changed value (linear(x, normalize(weight))), change the state between two steps, "
         f"or make it a buffer"
     )
