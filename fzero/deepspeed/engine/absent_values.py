@@ -37,7 +37,9 @@ class AbsentValues(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # what reaches an operator past __torch_function__: torch.func, torch.tensor, C++
         raise _refused(args, kwargs or {}, str(func))
 

@@ -49,7 +49,7 @@ class _Forward(ReplacedMethod):
             return untraced(_Forward.__call__)(self, *inputs, **kwargs)
         if held.live.is_replaced:
             return self.original(*inputs, **kwargs)
-        if torch.jit.is_tracing():
+        if torch._C._is_tracing():
             raise RuntimeError(
                 "engine.module: must not be traced (torch.jit.trace, an export to ONNX) as a call "
                 "of the engine, because a trace holds the tensors that it has seen; trace it on "
