@@ -81,7 +81,7 @@ class CommTrace:
     - the order, and the collective that a graph calls;
     - `gather` of a unit of several flat buffers: in the backward, a graph gathers the
       ones that it reads (and those joined with them), an eager step all of them;
-    - `describe`: a rank sends the others four numbers in an eager step, three in a
+    - `loss_stats`: a rank sends the others five numbers in an eager step, four in a
       graph;
     - `buffers`: a graph makes all module buffers equal over the ranks, an eager step
       the changed ones;
