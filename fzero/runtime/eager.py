@@ -403,7 +403,7 @@ class ForwardBackward:
                 self.reductions.add_to_sums(pulled, masks)
                 self.forwards.used.update(pulled)
                 continue
-            by_buffer = defaultdict[str, dict[str, Tensor]](dict)
+            by_buffer: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
             for name, grad in pulled.items():
                 by_buffer[self.plan.homes[name][1].key][name] = grad
             for key, own in by_buffer.items():

@@ -124,7 +124,8 @@ class Gathers:
 
     def start(self, unit: UnitPlan, phase: Phase) -> None:
         """Starts the gathers of a unit. *Collective* in stage 3."""
-        started = self._under_way[unit.name] = list[_Gather]()
+        started: list[_Gather] = []
+        self._under_way[unit.name] = started
         hooks, transfer = self._plan.comm_hooks, self._transfer
         for buffer in unit.buffers:
             if not buffer.flow.gathers_over:

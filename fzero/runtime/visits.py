@@ -425,15 +425,18 @@ class GivenParams:
             names = tuple(name for name in names if name not in no_grad_names)
         if not names:
             return {}
-        groups = [[name for name in names if views[name].numel() <= SMALL]]
-        if len(groups[0]) < len(names):  # then the first node gives out a handle
-            large = [[name] for name in names if views[name].numel() > SMALL]
-            groups = [[""], *filter(None, groups), *large]
-        nodes, found = list[NodeOutputs](), dict[str, Tensor]()
+        groups = [names]
+        if unit.numel > SMALL:
+            small = tuple(name for name in names if views[name].numel() <= SMALL)
+            if len(small) < len(names):  # then the first node gives out a handle
+                large = [(name,) for name in names if name not in small]
+                groups = [("",), *filter(None, [small]), *large]
+        nodes: list[NodeOutputs] = []
+        found: dict[str, Tensor] = {}
         source, node_of = work.anchor, root_of
         with self._giving_again(unit, chain.from_iterable(groups)):
             for group in groups:
-                given = [views[name] if name else source.new_empty(0) for name in group]
+                given = [views[name] for name in group] if group[0] else [source.new_empty(0)]
                 labels = (
                     ["" if name in no_grad_names else name for name in group]
                     if no_grad_names
@@ -441,7 +444,7 @@ class GivenParams:
                 )
                 outputs = node_of(source, work, unit.name, labels, given)
                 nodes.append(NodeOutputs(outputs[0].grad_fn, group))
-                if group == [""]:
+                if not group[0]:
                     source, node_of = outputs[0], leaf_of
                 else:
                     found.update(zip(group, outputs, strict=True))
