@@ -166,8 +166,8 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class MatrixMove:
-    """Elements [start, start + numel) of matrix number `matrix`: the owner has them
-    there, and `rank` from `offset` of its flat tensor on.
+    """A run of `numel` elements that lie in two places: in matrix number `matrix` of the
+    rank `owner`, from element `start`, and in the flat tensor of `rank`, from `offset`.
     """
 
     matrix: int
