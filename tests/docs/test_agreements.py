@@ -57,4 +57,4 @@ def test_the_page_has_every_call_at_which_ranks_meet() -> None:
 def test_the_page_has_every_function_in_which_ranks_compare() -> None:
     rest = PAGE[PAGE.index("## When a step is made") :]
     assert of_page(rest) == of_code(COMPARES) - MEASURES
-    assert MEASURES <= of_code(COMPARES)
+    assert of_code(COMPARES) >= MEASURES
