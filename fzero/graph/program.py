@@ -216,10 +216,10 @@ class GraphProgram:
         given = state._replace(buffers=buffers, hook_states=hook_states, rng={})
         with self._drawing(run, state) as rng, profiler_range("step", "in one graph"):
             shape = (3,) if self.stacked is None else (self.stacked.size, 3)
-            numbers = torch.zeros(shape, dtype=torch.float64, device=run.device)
-            numbers[..., 0].fill_(run.learned.num_passes)  # fills do not wait for the device
-            numbers[..., 1].fill_(checksum)
-            result = graph(given, batches, numbers)
+            step_info = torch.zeros(shape, dtype=torch.float64, device=run.device)
+            step_info[..., 0].fill_(run.learned.num_passes)  # fills do not wait for the device
+            step_info[..., 1].fill_(checksum)
+            result = graph(given, batches, step_info)
         return result, buffers, rng, hook_states
 
     @contextmanager

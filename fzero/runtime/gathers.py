@@ -106,7 +106,7 @@ class Gathers:
             plan, mesh, params, transfer, was_changed,
         )  # fmt: skip
         self._seen, self.device = seen, transfer.device
-        self._full = [b.key for b in plan.flat_buffers if not b.flow.gathers_over]
+        self._replicated_keys = [b.key for b in plan.flat_buffers if not b.flow.gathers_over]
         # By axes: whether one rank along them holds a whole buffer.
         self._is_whole = {
             over: math.prod(axis.size for axis in along(mesh.axes, over)) == 1
@@ -290,7 +290,7 @@ class Gathers:
             if counter._version != version:
                 raise self._was_changed(f"of {key!r}")
         params, versions = self._params, self._versions
-        for key in self._full:
+        for key in self._replicated_keys:
             flat: Any = params[key]
             if flat._version != versions[key]:
                 raise self._was_changed(f"of {key!r}")
