@@ -148,11 +148,11 @@ class GraphProgram:
                 self.compiled.collect, run, given, micro_batches, checksum
             )
             del given
-        for key, home in state.grads.items():
+        for key, target in state.grads.items():
             grad = grads.pop(key)
-            if grad is not home:
-                result = transfer.write_back(stream_name("grads", key), home, grad, adds=False)
-                norms.reduced(key, home, result, run.device, is_final=True)
+            if grad is not target:
+                result = transfer.write_back(stream_name("grads", key), target, grad, adds=False)
+                norms.reduced(key, target, result, run.device, is_final=True)
                 del result
                 run.scratch.give(grad)
         del grad
@@ -187,15 +187,15 @@ class GraphProgram:
         """Inside, the flat buffers that a graph reads are on the device: all at its
         start.
         """
-        for key, home in state.params.items():
-            transfer.prefetch(key, home)
+        for key, target in state.params.items():
+            transfer.prefetch(key, target)
         if self.until == "gradients" and run.inner_plan is not run.plan:
             yield dict(run.inner_params(state.params, transfer))
             return
-        params = {key: transfer.load(key, home) for key, home in state.params.items()}
+        params = {key: transfer.load(key, target) for key, target in state.params.items()}
         yield params
-        for key, home in state.params.items():
-            if params[key] is not home:
+        for key, target in state.params.items():
+            if params[key] is not target:
                 run.scratch.give(params.pop(key))
 
     def _run(

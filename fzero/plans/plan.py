@@ -81,7 +81,7 @@ class Plan:
         streaming: how state that lives off the device moves.
         unit_rules: the part of the plan that the unit scheduler reads.
         flat_buffers: those of all units.
-        homes: the unit and the flat buffer of each parameter, by its name.
+        owners: the unit and the flat buffer of each parameter, by its name.
         flats: the name of the unit of each flat buffer, and the buffer itself, by its
             key.
     """
@@ -104,7 +104,7 @@ class Plan:
     streaming: Streaming = field(default_factory=Streaming, repr=False, compare=False)
     unit_rules: UnitRules = field(init=False, repr=False, compare=False)
     flat_buffers: tuple[FlatParamPlan, ...] = field(init=False, repr=False, compare=False)
-    homes: dict[str, tuple[UnitPlan, FlatParamPlan]] = field(init=False, repr=False, compare=False)
+    owners: dict[str, tuple[UnitPlan, FlatParamPlan]] = field(init=False, repr=False, compare=False)
     flats: dict[str, tuple[str, FlatParamPlan]] = field(init=False, repr=False, compare=False)
     _leaves: dict[str, tuple[StateLeaf, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -115,11 +115,11 @@ class Plan:
         object.__setattr__(
             self, "flat_buffers", tuple(buffer for unit in self.units for buffer in unit.buffers)
         )
-        homes: dict[str, tuple[UnitPlan, FlatParamPlan]] = {}
+        owners: dict[str, tuple[UnitPlan, FlatParamPlan]] = {}
         for unit in self.units:
             for buffer in unit.buffers:
-                homes |= dict.fromkeys(buffer.layout.names, (unit, buffer))
-        object.__setattr__(self, "homes", homes)
+                owners |= dict.fromkeys(buffer.layout.names, (unit, buffer))
+        object.__setattr__(self, "owners", owners)
         flats = {buffer.key: (unit.name, buffer) for unit in self.units for buffer in unit.buffers}
         object.__setattr__(self, "flats", flats)
         states, num_shards = self.hook_states if self.comm_hooks.reduce else {}, self.num_shards

@@ -530,7 +530,7 @@ def test_a_coded_primitive_gives_the_numbers_of_its_hook_and_the_derivative_of_t
         return torch.stack([verb(row, axis, None)[0] for row in x[rank]])
 
     coded = torch.stack(hub.run(by_hand))
-    of_stacked = coded_results(stacked.axis(), gathers, x, c, runner, stacked.each)
+    of_stacked = coded_results(stacked.axis(), gathers, x, c, runner, stacked.map)
     for found in (
         of_stacked,
         [torch.stack(y) for y in zip(*ranks(world_size, _coded_of_a_rank, gathers, x, c, runner))],
