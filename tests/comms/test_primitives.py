@@ -616,14 +616,14 @@ def test_a_tensor_that_ranks_cannot_divide_is_refused() -> None:
         primitives.all_gather(torch.ones(()), axis)
 
 
-def test_stacked_ranks_have_numbers_inside_of_each_only() -> None:
+def test_stacked_ranks_have_numbers_inside_of_map_only() -> None:
     ranks = Stacked(2)
     axis = ranks.axis()
-    with pytest.raises(ValueError, match="a rank has a number inside of each"):
+    with pytest.raises(ValueError, match="a rank has a number inside of map"):
         primitives.all_gather(torch.ones(2, 2), axis)
     with pytest.raises(ZeroDivisionError):
         ranks.map(lambda x: 1 / 0)(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="a rank has a number inside of each"):
+    with pytest.raises(ValueError, match="a rank has a number inside of map"):
         primitives.all_gather(torch.ones(2, 2), axis)
 
 
