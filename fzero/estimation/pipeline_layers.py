@@ -77,7 +77,7 @@ def layer_costs(
         machine: the rates.
         layer_of: the layer of a parameter; by default its unit.
     """
-    layers = _visits(trace, machine, layer_of or (lambda name: planned.owners[name][0].name))
+    layers = _visits(trace, machine, layer_of or (lambda name: planned.param_owners[name][0].name))
     state, numels, sent = _of_params(planned)
     costs = [
         LayerCost(
@@ -273,7 +273,7 @@ def recomputed(
 
 
 def pipeline_config(cfg: Any) -> Config:
-    """The configuration of a planned pipeline; without a ZeRO stage it is 1.
+    """The configuration of a planned pipeline, in ZeRO stage 1 unless `cfg` names another.
 
     Raises:
         ConfigError: the stage is 2.

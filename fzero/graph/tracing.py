@@ -328,6 +328,7 @@ def _set_by(
     other children of the modules in `index`.
     """
     known = set(map(id, index.modules.values()))
+    params = {id(slot.owner[slot.key]) for slot in index.slots("_parameters")}
     kept: list[Place] = []
     replaced: list[tuple[Place, Any]] = []
     for name, now, then in before:
@@ -335,7 +336,7 @@ def _set_by(
             place = Place(now, key, f"{name}.{key}" if name else key)
             if then.get(key, now) is value or key in OF_RECURRENT:
                 continue
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and id(value) not in params:
                 if value.requires_grad:
                     raise ImpureError(
                         f"the forward stores a tensor that requires grad in {place.name!r}; store "

@@ -142,6 +142,7 @@ class Binding:
                     module: Any = place.module
                     if module._parameters.is_changed or len(module._buffers) > len(own_buffers):
                         _check_slots(place, own_buffers)
+                        _keep_ties(place, own, names_of)
                 if not _is_current(index):
                     _check_places(self._model, places)
                 for slot in slots:
@@ -332,6 +333,17 @@ def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
             and key not in module._non_persistent_buffers_set
         ):
             raise late("buffer", dot + key)
+
+
+def _keep_ties(place: _Place, own: Mapping[int, Tensor], names_of: Mapping[int, str]) -> None:
+    """Keeps further names that a forward has given to parameters
+    (`self.kept = self.weight`), as attributes: the next forward finds them there.
+    """
+    parameters: Any = place.module._parameters
+    for key in parameters.names.keys() - place.names.keys():
+        name = parameters.names[key]
+        of_module = next(param for at, param in own.items() if names_of[at] == name)
+        place.module.__dict__[key] = of_module
 
 
 def _keep_caches(

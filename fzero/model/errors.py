@@ -5,6 +5,7 @@ Each function returns an error with the name of the parameter, the rule and the 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -47,7 +48,8 @@ STALE_VIEW = (
 )
 OVER = (
     "backward: the loss must come from the present step, and its forward belongs to a step that is "
-    "over (updated, or ended by an error), whose parameters are gone; run the forward again"
+    "over (updated, or ended by an error), whose parameters are gone; run the forward again, and "
+    "take each parameter from its module in it, not from a list that an earlier forward has kept"
 )
 BETWEEN = (
     "backward: must be called through the engine or step, because it communicates on all ranks at "
@@ -59,6 +61,7 @@ BETWEEN = (
 CHANGES_FLAG = "you can only change requires_grad flags of leaf"
 HOOKS_SAVED = "don't yet support saved tensor hooks"
 COMPILED_TWICE = "does not currently support double backward"
+LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
 CHANGED_BASE = "its base or another view of its base has been modified inplace"
 UNCAPTURED = "higher order operator doesn't work unless it is captured"
 """Parts of PyTorch's messages. Errors with such a message get a clearer one here."""
@@ -76,7 +79,7 @@ def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -
         raise ParameterError(STALE_VIEW) from error
     if CHANGES_FLAG in str(error):
         raise flag_changed(None) from error
-    if COMPILED_TWICE in str(error):
+    if COMPILED_TWICE in str(error) or (LEAF_WRITTEN in str(error) and _is_of_tangent(error)):
         raise ValueError(
             "model: a gradient with create_graph=True must not go through code that torch.compile "
             "has compiled, because PyTorch's compiler has no second derivatives, and one did; "
@@ -89,14 +92,23 @@ def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -
         raise ValueError(CONTROL_FLOW) from error
 
 
+def _is_of_tangent(error: RuntimeError) -> bool:
+    """Whether PyTorch raised an error while it prepared a gradient for a compiled
+    backward: it copies one with other strides, which a second derivative forbids.
+    """
+    frames = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
+    return "coerce_to_expected_memory_format" in frames
+
+
 def was_changed(name: str | None, where: str = "of the model") -> ParameterError:
     """The error for a parameter that a forward has changed: the change to a gathered
     one would be lost.
     """
+    what = f"parameter {name!r}" if name else f"parameters {where}"
+    was = ", and was" if name else ", or kept in a list for a later one, and were"
     return ParameterError(
-        f"{f'parameter {name!r}' if name else f'parameters {where}'}: must not be changed in place "
-        f"by the forward (under no_grad, through .data, by embedding(max_norm=...)), and "
-        f"{'was' if name else 'were'}; the change is lost when the unit is released, so compute "
+        f"{what}: must not be changed in place by the forward (under no_grad, through .data, by "
+        f"embedding(max_norm=...)){was}; the change is lost when the unit is released, so compute "
         f"with a changed value (linear(x, normalize(weight))), change the state between two steps, "
         f"or make it a buffer"
     )

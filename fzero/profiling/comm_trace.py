@@ -281,7 +281,7 @@ _COLORS = {
     "gather": "tab:blue",
     "reduce": "tab:orange",
     "all_gather_params": "tab:green",
-    "momentum": "tab:olive",
+    "owners": "tab:olive",
     "buffers": "tab:purple",
     "numbers": "0.45",  # collectives of a few numbers
 }

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training import make
 
 import fzero
+from fzero.deepspeed import zero
 from fzero.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 
@@ -182,3 +183,94 @@ def test_parameters_of_other_modules_keep_their_shapes() -> None:
     assert all(not hasattr(param, "ds_id") and param.numel() for param in other.parameters())
     engine.destroy()
     assert not any(hasattr(param, "ds_id") for param in engine.module.parameters())
+
+
+# --- other tools that take the module -------------------------------------------------------------
+
+
+def plain_tools(engine: Any, x: Tensor) -> dict[str, Any]:
+    """Ways in which a script gives the engine's module to PyTorch's compilers."""
+    module = engine.module
+    return {
+        "compile": lambda: torch.compile(module, backend="eager")(x),
+        "compile of the engine": lambda: torch.compile(engine, backend="eager")(x),
+        "compile of a part": lambda: module.last(torch.compile(module.first, backend="eager")(x)),
+        "fx": lambda: torch.fx.symbolic_trace(module)(x),
+        "export": lambda: torch.export.export(module, (x,)).module()(x),
+        "trace": lambda: torch.jit.trace(module, x)(x),
+        "script": lambda: torch.jit.script(module)(x),
+    }
+
+
+REFUSED = {
+    "trace": "engine.module: must not be traced",
+    "script": "Two: must not be scripted while an engine holds it",
+}
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x))
+        return out
+
+
+def _compiles(stage: int) -> None:
+    engine, x = made(stage, model=Two), torch.randn(2, WIDTH)
+    expected = engine(x).detach()
+    refused = REFUSED | ({"export": "has no values here"} if stage == 3 else {})
+    for name, use in plain_tools(engine, x).items():
+        if name in refused:
+            with pytest.raises((RuntimeError, AttributeError), match=refused[name]):
+                use()
+        else:
+            torch.testing.assert_close(use(), expected, msg=name)
+    with engine.gathered():
+        for name, use in plain_tools(engine, x).items():
+            if name != "script":
+                torch.testing.assert_close(use(), expected, msg=name)
+    with pytest.raises(AttributeError):
+        _ = engine.module.forward.no_such_name
+    before = {name: param.clone() for name, param in engine.module_state_dict().items()}
+    compiled = torch.compile(engine.module, backend="eager")
+    engine.backward(compiled(x).square().mean())
+    engine.step()
+    plain = Two()
+    plain.load_state_dict(before)
+    plain(x).square().mean().backward()
+    moved = engine.module_state_dict()
+    assert all(not torch.equal(moved[name], before[name]) for name in before)
+    assert all(
+        bool(((moved[name] - before[name]).sign() == -param.grad.sign()).all())
+        for name, param in plain.named_parameters()
+        if param.grad is not None
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_compilers_of_pytorch_get_the_engines_forward_or_are_refused_by_name(
+    ranks: RankPool, stage: int
+) -> None:
+    ranks(1, _compiles, stage)
+
+
+def _loads() -> None:
+    engine = made(3)
+    weights = engine.module_state_dict()
+    zeros = {name: torch.zeros_like(x) for name, x in weights.items()}
+    with pytest.raises(RuntimeError, match=r"call engine\.load_module_state_dict"):
+        engine.module.load_state_dict(zeros)
+    with zero.GatheredParameters(engine.parameters(), modifier_rank=0):
+        engine.module.load_state_dict(zeros)
+    assert all(not x.any() for x in engine.module_state_dict().values())
+    engine.destroy()
+    assert "load_state_dict" not in vars(engine.module)
+
+
+def test_a_state_dict_that_the_module_itself_cannot_load_is_refused_by_name(
+    ranks: RankPool,
+) -> None:
+    ranks(2, _loads)

@@ -597,6 +597,26 @@ def test_a_drawn_model_trains_as_in_a_plain_loop_or_is_refused(
     assert not found.startswith("WRONG"), f"{draw}: {found}"
 
 
+PLAIN = {"gru", "lstm", "hooked"}
+"""Parts that compile="block" runs as they are."""
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 2])
+@pytest.mark.parametrize("part", ["conv", *sorted({*PARTS} - {"conv"})])
+@pytest.mark.sample(6)
+def test_a_second_derivative_of_a_compiled_block_is_refused_by_name(
+    part: str, num_micro_steps: int, ranks: RankPool
+) -> None:
+    draw = Draw(
+        (part,), False, 2, "with slope", "none", 0, num_micro_steps, "step", "block", 1, "real"
+    )
+    found = verdict(draw, ranks)
+    expected = (
+        "alike" if part in PLAIN else "refused: ValueError: model: a gradient with create_graph"
+    )
+    assert found.startswith(expected), found
+
+
 def main() -> None:
     pool = RankPool()
     for number in range(DRAWS):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from sharding import Partition
 from sharding.views import pad, take_shard
 
 INIT = Label("init")
+
+
+def nothing() -> None:
+    """In a file, the place of what only this process has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +61,10 @@ class Divided:
         partition = Partition(full.numel(), axis.size)
         shard_S = take_shard(pad(full.reshape(-1), partition), partition, axis.rank).clone()
         return cls(full.shape, axis, shard_S, full.device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A parameter that was saved with its values is an ordinary one."""
+        return nothing, ()
 
     @property
     def numel(self) -> int:

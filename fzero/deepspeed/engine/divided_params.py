@@ -20,7 +20,8 @@ from fzero.comms.axes import RankAxis
 from fzero.comms.hangs.failures import store_barrier
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
-from fzero.deepspeed.engine.divided import Divided
+from fzero.deepspeed.engine.absent_values import absent, gives_absent, reads_memory
+from fzero.deepspeed.engine.divided import Divided, nothing
 from fzero.deepspeed.engine.param_status import mark
 from fzero.deepspeed.engine.param_views import PartitionedParameterError, engine_of, without_values
 from fzero.model.tensor_uses import CASTS, called, cast_to, needs_values
@@ -59,6 +60,9 @@ class Rules(NamedTuple):
     dtype: torch.dtype | None = None
     keep: Callable[[Tensor], Tensor] = lambda shard_S: shard_S
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return nothing, ()
+
 
 class DividedParameter(nn.Parameter):
     """A parameter that is divided and not gathered now: empty, with DeepSpeed's
@@ -88,15 +92,15 @@ class DividedParameter(nn.Parameter):
         ):
             param: Any = args[0]
             return _hold(param, args[1].fzero_divided, param.fzero_rules)
-        if not needs_values(func, args, kwargs):
+        if gives_absent(func):
+            return absent(args[0], _without_values)
+        if not (needs_values(func, args, kwargs) or reads_memory(func)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise PartitionedParameterError(
-            f"parameter: is divided over the ranks (zero.Init) and has no values here, and "
-            f"{used or func} needs them; compute on all ranks inside `with "
-            f"fzero.deepspeed.zero.GatheredParameters(...)`, or with the engine that initialize "
-            f"returns"
-        )
+        raise _without_values(used or str(func))
+
+    def as_subclass(self, cls: type) -> Any:  # type: ignore[override]
+        raise _without_values("as_subclass")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DividedParameter:
         memo[id(self)] = twin = self._twin(self.dtype)
@@ -125,11 +129,19 @@ class DividedParameter(nn.Parameter):
         return f"{type(self).__name__}(shape={tuple(self.fzero_divided.shape)}, dtype={self.dtype})"
 
 
+def _without_values(use: str) -> PartitionedParameterError:
+    return PartitionedParameterError(
+        f"parameter: is divided over the ranks (zero.Init) and has no values here, and {use} needs "
+        f"them; compute on all ranks inside `with fzero.deepspeed.zero.GatheredParameters(...)`, "
+        f"or with the engine that initialize returns"
+    )
+
+
 def is_divided(param: object) -> bool:
     """Whether a parameter is divided and belongs to no engine, also while it is shown
     in full.
     """
-    return isinstance(param, nn.Parameter) and "fzero_divided" in param.__dict__
+    return isinstance(param, nn.Parameter) and param.__dict__.get("fzero_divided") is not None
 
 
 def check_not_foreign(params: Iterable[Tensor]) -> None:

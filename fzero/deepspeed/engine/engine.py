@@ -56,6 +56,7 @@ from fzero.deepspeed.engine.progress import Progress
 from fzero.deepspeed.engine.settings import DEEPSPEEDS_OWN, Settings
 from fzero.deepspeed.engine.step_log import CommsLog
 from fzero.model.errors import not_trained
+from fzero.model.own_params import untraced
 from fzero.pipeline.module import PipelineError
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
 from fzero.runtime.eager import ForwardBackward
@@ -467,6 +468,8 @@ class Engine(nn.Module):
         """Runs a forward of the module, through its own `__call__` or inside it; or of
         a submodule, a `part`.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return untraced(Engine.run_forward)(self, function, inputs, kwargs, part=part)  # type: ignore[no-any-return]
         self._direct.settle()
         self.live.check_modules()
         step, run = self.active_step(), RUNS[self.module.training]

@@ -19,8 +19,9 @@ from fzero.deepspeed.engine.layouts import Layouts
 from fzero.deepspeed.engine.live_buffers import LiveBuffers
 from fzero.deepspeed.engine.live_grads import LiveGrads
 from fzero.deepspeed.engine.outside_grads import OutsideGrads
-from fzero.deepspeed.engine.param_views import ENGINES, LiveParams
+from fzero.deepspeed.engine.param_views import ENGINES, LiveParams, PartitionedParameterError
 from fzero.deepspeed.engine.parts import ReplacedMethod, hold_parts, release_parts
+from fzero.model.own_params import untraced
 from fzero.resharding.parameters import full_params, with_weight
 from fzero.state import TrainState
 from fzero.step import TrainStep
@@ -42,9 +43,42 @@ class _Forward(ReplacedMethod):
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         held = self.held
-        if held.is_inside or held.is_gathered or held.live.is_replaced:
+        if held.is_inside or held.is_gathered:
             return self.original(*inputs, **kwargs)
+        if torch.compiler.is_dynamo_compiling():  # the script's own torch.compile(engine.module)
+            return untraced(_Forward.__call__)(self, *inputs, **kwargs)
+        if held.live.is_replaced:
+            return self.original(*inputs, **kwargs)
+        if torch._C._is_tracing():
+            raise RuntimeError(
+                "engine.module: must not be traced (torch.jit.trace, an export to ONNX) as a call "
+                "of the engine, because a trace holds the tensors that it has seen; trace it on "
+                "all ranks inside `with engine.gathered():`"
+            )
         return held.engine.run_forward(self.original, inputs, kwargs)
+
+
+class _LoadStateDict(ReplacedMethod):
+    """Replaces a module's `load_state_dict` while an engine of stage 3 holds the
+    module.
+    """
+
+    def __init__(self, held: HeldModule, module: nn.Module) -> None:
+        super().__init__(module, "load_state_dict")
+        self.held = held
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        try:
+            return self.original(*inputs, **kwargs)
+        except RuntimeError as error:
+            if self.held.has_values or "size mismatch" not in str(error):
+                raise
+            raise PartitionedParameterError(
+                "engine.module.load_state_dict: parameters that are sharded over the ranks have no "
+                "values here, so weights of their full shapes cannot be copied into them; call "
+                "engine.load_module_state_dict(...) on all ranks, or load inside `with "
+                "fzero.deepspeed.zero.GatheredParameters(engine.parameters(), modifier_rank=0):`"
+            ) from error
 
 
 class HeldModule:
@@ -76,14 +110,16 @@ class HeldModule:
         self.outside_grads = OutsideGrads(self.live, engine.takes_outside)
         self.layouts = Layouts(engine, held)
         self.live_buffers = LiveBuffers(module, step.plan)
-        self._forward: _Forward | None = None
+        self._replaced: list[ReplacedMethod] = []
 
     def begin(self) -> None:
         """Makes every call of the module a call of the engine, also from the module's
         own methods (`generate`, `loss`).
         """
         engine, module = self.engine, self.engine.module
-        self._forward = _Forward(self, module)
+        self._replaced.append(_Forward(self, module))
+        if engine.train_step.plan.row.shards("params"):
+            self._replaced.append(_LoadStateDict(self, module))
         if engine.train_step.plan.row.shards("params") and engine.train_step.spec.compile is None:
             hold_parts(engine, module)
         self.show_state()
@@ -307,8 +343,8 @@ class HeldModule:
         """
         self.close_window()
         release_parts(self.engine.module)
-        if self._forward is not None:
-            self._forward.undo()
+        while self._replaced:
+            self._replaced.pop().undo()
         self.live.close()
         self.outside_grads.close()
         self.engine.__dict__.pop("state", None)

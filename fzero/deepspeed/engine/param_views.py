@@ -4,9 +4,9 @@ state and own no memory.
 A parameter that this rank holds in full (stages 0 to 2, and persistent ones in stage 3)
 is a view of the state's flat buffer, and is read like any other. A sharded one has
 dtype and device, but no elements, as in DeepSpeed: its shape is `ds_shape`,
-`state_dict()` has an empty tensor for it, and computing with it raises an error with a
-fix. The parameter objects do not change, so a script's own references to them (in an
-optimizer, in a list) are still valid.
+`state_dict()` has an empty tensor for it (`absent_values`), and computing with either
+raises an error with a fix. The parameter objects do not change, so a script's own
+references to them (in an optimizer, in a list) are still valid.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.deepspeed.engine.absent_values import absent, gives_absent, reads_memory
 from fzero.deepspeed.engine.param_status import mark, unmark
 from fzero.model.errors import not_trained
 from fzero.model.own_params import is_bound, with_present
@@ -53,23 +55,32 @@ class PartitionedParameter(nn.Parameter):
             args = tuple(getattr(x, "fzero_plain", x) for x in args)
         elif is_inside and (used not in ALLOWED or used == "detach") and not is_plain(name, used):
             return with_present(func, args, kwargs or {})
-        elif needs_values(func, args, kwargs):
+        elif gives_absent(func):
+            return absent(args[0], partial(_without_values, args[0].fzero_name))
+        elif needs_values(func, args, kwargs) or reads_memory(func):
             found = next((x for x in given if isinstance(x, PartitionedParameter)), None)
-            raise PartitionedParameterError(
-                f"parameter {getattr(found, 'fzero_name', '')!r}: is sharded over the ranks and "
-                f"has no values here, and {used or func} needs them; call its module on all ranks, "
-                f"compute inside the engine's forward, or inside `with "
-                f"fzero.deepspeed.zero.GatheredParameters(...)`; engine.gathered() returns a dict "
-                f"of all, for torch.func.functional_call, and engine.save_16bit_model writes them"
-            )
+            raise _without_values(getattr(found, "fzero_name", ""), used or str(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def as_subclass(self, cls: type) -> Any:  # type: ignore[override]
+        raise _without_values(self.fzero_name, "as_subclass")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"{type(self).__name__}({self.fzero_name!r}, "
             f"shape={tuple(self.fzero_plain.shape)}, dtype={self.dtype})"
         )
+
+
+def _without_values(name: str, use: str) -> PartitionedParameterError:
+    return PartitionedParameterError(
+        f"parameter {name!r}: is sharded over the ranks and has no values here, and {use} needs "
+        f"them; call its module on all ranks, compute inside the engine's forward, or inside `with "
+        f"fzero.deepspeed.zero.GatheredParameters(...)`; engine.module_state_dict() returns all "
+        f"weights, engine.gathered() too, for torch.func.functional_call, and "
+        f"engine.save_16bit_model writes them"
+    )
 
 
 def without_values(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

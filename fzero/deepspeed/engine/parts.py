@@ -13,9 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from fzero.model.binding import fill_flat_weights, is_bound
+from fzero.model.own_params import untraced
 from fzero.runtime.eager import ForwardBackward, saving
 
 
@@ -53,6 +55,17 @@ class ReplacedMethod(ABC):
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """What is done instead."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "__code__" and "original" in self.__dict__:  # torch.export checks it
+            return self.original.__code__
+        if name == "__globals__":  # torch.jit.script asks first for them
+            raise AttributeError(
+                f"{type(self.__dict__.get('module')).__name__}: must not be scripted while an "
+                f"engine holds it, because TorchScript computes with its own tensors; script an "
+                f"ordinary model that has loaded engine.module_state_dict()"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def undo(self) -> None:
         """The module has its own method again."""
         self.module.__dict__.pop(self._name, None)
@@ -84,6 +97,8 @@ class PartForward(ReplacedMethod):
                 return self.original(*inputs, **kwargs)
             with saving(work):  # what the first run has hidden from the script's checkpoint
                 return self._within(*inputs, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return untraced(PartForward.__call__)(self, *inputs, **kwargs)
         if self.engine.has_values:
             return self.original(*inputs, **kwargs)
         return self.engine.run_part(self.part, self._within, inputs, kwargs)
