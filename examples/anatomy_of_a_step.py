@@ -92,7 +92,7 @@ def train(
     """
     # torchrun's ranks, or this process alone
     axis = fzero.join() if ranks is None else ranks.axis()
-    each = ranks.each if ranks else lambda function: function
+    each = ranks.map if ranks else lambda function: function
     weights = {name: param.detach() for name, param in model.named_parameters()}
 
     @jit

@@ -20,7 +20,7 @@ leaf is not gathered, so its gradient is this rank's own.)
 The verbs consist of the primitives of `fzero.comms.primitives`. So they work in
 autograd, `torch.func`, `torch.compile` and `make_fx`, and on every axis. An axis is the
 group of ranks that share the tensors; each rank passes its own leaves. For ranks that
-are simulated in one process, call the verbs inside of `fzero.comms.Stacked.each`.
+are simulated in one process, call the verbs inside of `fzero.comms.Stacked.map`.
 
 `make_train_step` sends with the form for a flat buffer of a plan (`start_gather`,
 `start_reduce_scatter_grads`, `start_sum_replicas`, `start_join`), in eager, captured,

@@ -172,10 +172,10 @@ def draw_verbs() -> Figure:
     full = torch.arange(8.0)
     sharded = fzero.specs_of(full, Sharded("data"))
     full_W = full.expand(4, -1)
-    shards_W = ranks.each(lambda x: fzero.shard(x, sharded, axis))(full_W)
-    again_W = ranks.each(lambda x: fzero.gather(x, sharded, axis))(shards_W)
+    shards_W = ranks.map(lambda x: fzero.shard(x, sharded, axis))(full_W)
+    again_W = ranks.map(lambda x: fzero.gather(x, sharded, axis))(shards_W)
     grads_W = torch.arange(32.0).view(4, 8) % 7
-    means_W = ranks.each(lambda x: fzero.reduce_scatter_grads(x, sharded, axis))(grads_W)
+    means_W = ranks.map(lambda x: fzero.reduce_scatter_grads(x, sharded, axis))(grads_W)
     panels = [
         ("the full tensor", full_W, ""),
         ("its shards", shards_W, "shard"),

@@ -116,7 +116,7 @@ def mean_over(
         mean_P, of_parts = hook.gather(sum_S / WORKERS, AXIS, states[1])
         return mean_P, (of_workers, of_parts)
 
-    mean_WP, states = RANKS.each(of_one)(x_WP, states)
+    mean_WP, states = RANKS.map(of_one)(x_WP, states)
     return mean_WP[0], states  # the same on every worker
 
 

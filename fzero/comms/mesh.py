@@ -256,23 +256,23 @@ class OneRank:
 
     shard: int
 
-    def each(self, function: Callable[..., T]) -> Callable[..., T]:
+    def map(self, function: Callable[..., T]) -> Callable[..., T]:
         return function
 
-    def drawing(self) -> AbstractContextManager[Any]:
+    def random_per_rank(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def in_turn(self, function: Callable[..., None], *args: Any) -> None:
+    def rank_by_rank(self, function: Callable[..., None], *args: Any) -> None:
         function(*args)
 
-    def own(self, flat: Tensor, numel: int) -> Tensor:
+    def shard_of(self, flat: Tensor, numel: int) -> Tensor:
         start = self.shard % (flat.numel() // numel) * numel
         return flat[start : start + numel]
 
-    def write_own(self, flat: Tensor, shard_S: Tensor) -> None:
-        self.own(flat, shard_S.numel()).copy_(shard_S)
+    def write_shard(self, flat: Tensor, shard_S: Tensor) -> None:
+        self.shard_of(flat, shard_S.numel()).copy_(shard_S)
 
-    def place(self, numel: int) -> int:
+    def shard_start(self, numel: int) -> int:
         return self.shard * numel
 
 

@@ -138,7 +138,7 @@ class Primitive:
 
         Args:
             x: (…, P) if the primitive divides, else (…, S).
-            axis: the ranks. Call it inside of `Stacked.each` if this is a
+            axis: the ranks. Call it inside of `Stacked.map` if this is a
                 `StackedAxis`.
             hook: encodes what is sent, row by row; it must have no state. None sends
                 the numbers unchanged.
@@ -160,7 +160,7 @@ class Primitive:
         if isinstance(axis, LockstepAxis) and torch.autograd.forward_ad._current_level >= 0:
             raise ValueError(
                 f"{self.name}: ranks in lockstep cannot take part in jvp, whose levels all threads "
-                f"share; use Stacked.each"
+                f"share; use Stacked.map"
             )
         label = label or self.label
         number = axis.rank if isinstance(axis.rank, Tensor) else None
@@ -365,7 +365,7 @@ class _Collective(torch.autograd.Function):
         if number is not None:
             raise ValueError(
                 f"{name}: stacked ranks must be a dimension of torch.vmap; call it inside of "
-                f"Stacked.each"
+                f"Stacked.map"
             )
         return PRIMITIVES[name].evaluate(x, where, hook, label)
 
@@ -453,7 +453,7 @@ def _in_graph(axis: Axis, x: Tensor) -> tuple[Any, ...]:
     if isinstance(axis, LockstepAxis | AbstractAxis):
         raise ValueError(
             f"{type(axis).__name__}: a captured function cannot run on it; use real ranks, or "
-            f"Stacked.each"
+            f"Stacked.map"
         )
     if isinstance(axis, ProcessAxis):
         axis = TracedAxis.of(axis, x.device)
@@ -469,7 +469,7 @@ def _traced(axis: RankAxis | AbstractAxis | TracedAxis, x: Tensor) -> TracedAxis
     if isinstance(axis, LockstepAxis):
         raise ValueError(
             "LockstepAxis: a collective of ranks in lockstep cannot be traced; trace on real "
-            "ranks, or in Stacked.each"
+            "ranks, or in Stacked.map"
         )
     has_numbers = (
         not x.is_meta and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None

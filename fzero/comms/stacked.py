@@ -1,6 +1,6 @@
 """All ranks of a mesh as a dimension of tensors.
 
-`Stacked.each(function)` is `torch.vmap` over the leading dimension of ranks. Inside it,
+`Stacked.map(function)` is `torch.vmap` over the leading dimension of ranks. Inside it,
 a tensor belongs to one rank, and a collective along a `StackedAxis` is an operation on
 the dimension of ranks (`fzero.comms.primitives`). Sums are made in rank order, as in a
 job of processes.
@@ -185,7 +185,7 @@ def _dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 @dataclass(frozen=True, slots=True)
 class StackedAxis(primitives.OverRanks):
     """One axis of a mesh whose ranks are a dimension of tensors, inside of
-    `Stacked.each`.
+    `Stacked.map`.
 
     Args:
         stride: the difference of two neighbours' ranks.
@@ -209,7 +209,7 @@ class StackedAxis(primitives.OverRanks):
 
     @property
     def rank(self) -> Tensor:
-        """The index of this rank along the axis: 0-d int64 inside of `Stacked.each`."""
+        """The index of this rank along the axis: 0-d int64 inside of `Stacked.map`."""
         if self.ranks is None:
             raise ValueError(
                 f"StackedAxis {self.name!r}: it has no ranks; take it from a Stacked: "
@@ -236,7 +236,7 @@ class Stacked:
 
     >>> ranks = Stacked(2)
     >>> axis = ranks.axis("data")
-    >>> ranks.each(lambda shard: primitives.all_gather(shard, axis))(torch.tensor([[1, 2], [3, 4]]))
+    >>> ranks.map(lambda shard: primitives.all_gather(shard, axis))(torch.tensor([[1, 2], [3, 4]]))
     tensor([[1, 2, 3, 4],
             [1, 2, 3, 4]])
     """
@@ -249,7 +249,7 @@ class Stacked:
         self._now: tuple[Tensor, Tensor] | None = None
 
     def axis(self, name: str = DATA) -> StackedAxis:
-        """An axis of the mesh, for collectives inside of `each`."""
+        """An axis of the mesh, for collectives inside of `map`."""
         return StackedAxis.of(self.mesh, name, self)
 
     @property
@@ -259,7 +259,7 @@ class Stacked:
         """
         return self._numbers()[0]
 
-    def each(self, function: Callable[..., T]) -> Callable[..., T]:
+    def map(self, function: Callable[..., T]) -> Callable[..., T]:
         """`function` on every rank: takes and returns trees of stacked tensors. Other
         leaves are the same on all ranks.
         """
@@ -305,26 +305,26 @@ class Stacked:
 
         return on_ranks
 
-    def own(self, flat: Tensor, numel: int) -> Tensor:
+    def shard_of(self, flat: Tensor, numel: int) -> Tensor:
         """Each rank's shard of `numel` elements: a copy of a slice of a flat tensor
         that holds several shards in order.
         """
         rows = flat.view(-1, numel)
         return rows.index_select(0, self._row(rows).view(1)).view(-1)
 
-    def write_own(self, flat: Tensor, shard_S: Tensor) -> None:
-        """Writes each rank's shard into a flat tensor like that of `own`."""
+    def write_shard(self, flat: Tensor, shard_S: Tensor) -> None:
+        """Writes each rank's shard into a flat tensor like that of `shard_of`."""
         rows = flat.view(-1, shard_S.numel())
         is_own = torch.arange(rows.shape[0], device=rows.device)[:, None].eq(self._row(rows))
         flat.copy_(torch.where(is_own, shard_S, rows).view(-1))
 
-    def drawing(self) -> AbstractContextManager[Any]:
+    def random_per_rank(self) -> AbstractContextManager[Any]:
         """A context for code that draws random numbers: each rank draws from its own
         state, if there are such states.
         """
         return self.random or nullcontext()
 
-    def in_turn(self, function: Callable[..., None], *args: Any) -> None:
+    def rank_by_rank(self, function: Callable[..., None], *args: Any) -> None:
         """Runs `function`, which writes into its arguments, on one rank after the
         other, unless it is captured.
 
@@ -346,7 +346,7 @@ class Stacked:
         with torch.no_grad():
             _InTurn.apply(self._numbers()[1], on_a_rank, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
 
-    def place(self, numel: int) -> Any:
+    def shard_start(self, numel: int) -> Any:
         """The start of each rank's shard, if shards have `numel` elements."""
         return self._numbers()[1] * numel
 
@@ -357,8 +357,8 @@ class Stacked:
         """The numbers of this rank and of its shard."""
         if self._now is None:
             raise ValueError(
-                "Stacked: a rank has a number inside of each() only; call "
-                "ranks.each(function)(tensors)"
+                "Stacked: a rank has a number inside of map() only; call "
+                "ranks.map(function)(tensors)"
             )
         return self._now
 

@@ -191,7 +191,7 @@ class CompiledStep:
         return self.backend is not None
 
     def __call__(
-        self, state: State, micro_batches: Sequence[Any], numbers: Tensor
+        self, state: State, micro_batches: Sequence[Any], step_info: Tensor
     ) -> tuple[Outcome, bool]:
         """Runs one step in place on `state`. *Collective.*
 
@@ -205,13 +205,15 @@ class CompiledStep:
             The outcome, and whether losses are sums.
         """
         if len(micro_batches) == 1:
-            outcome: tuple[Outcome, bool] = self._run("full_step", state, micro_batches[0], numbers)
+            outcome: tuple[Outcome, bool] = self._run(
+                "full_step", state, micro_batches[0], step_info
+            )
             return outcome
-        rows, is_sum = self._accumulate(state, micro_batches, numbers)
+        rows, is_sum = self._accumulate(state, micro_batches, step_info)
         return self._run("update", state, rows, is_sum), is_sum
 
     def collect(
-        self, state: State, micro_batches: Sequence[Any], numbers: Tensor
+        self, state: State, micro_batches: Sequence[Any], step_info: Tensor
     ) -> tuple[Tensor, bool]:
         """A step without the update: leaves the mean gradients in `state.grads`, and
         makes its buffers equal. *Collective.*
@@ -221,12 +223,12 @@ class CompiledStep:
 
         Returns:
             The rows of all ranks in each micro-step (A, W, 4): loss, weight or -1, and
-            two of `numbers`; whether losses are sums.
+            two of `step_info`; whether losses are sums.
         """
         if len(micro_batches) == 1:
-            rows, is_sum = self._run("gradients", state, micro_batches[0], numbers)
+            rows, is_sum = self._run("gradients", state, micro_batches[0], step_info)
             return rows[None], is_sum
-        rows, is_sum = self._accumulate(state, micro_batches, numbers)
+        rows, is_sum = self._accumulate(state, micro_batches, step_info)
         self._run("sums", state)
         return rows, is_sum
 
@@ -238,7 +240,7 @@ class CompiledStep:
         return result
 
     def _accumulate(
-        self, state: State, micro_batches: Sequence[Any], numbers: Tensor
+        self, state: State, micro_batches: Sequence[Any], step_info: Tensor
     ) -> tuple[Tensor, bool]:
         """Adds up the gradients of micro-steps; returns the rows of all ranks in each
         (A, W, 4), and whether losses are sums.
@@ -247,9 +249,9 @@ class CompiledStep:
             grads.zero_()
         rows_A = []
         for index, batch in enumerate(micro_batches):
-            numbers = numbers.clone()
-            numbers[..., 2].fill_(index)
-            rows, is_sum = self._run("micro_step", state, batch, numbers)
+            step_info = step_info.clone()
+            step_info[..., 2].fill_(index)
+            rows, is_sum = self._run("micro_step", state, batch, step_info)
             rows_A.append(rows)
         return torch.stack(rows_A, rows.dim() - 2), is_sum
 
@@ -336,11 +338,11 @@ class CompiledStep:
         nothing.
         """
         if len(micro_batches) == 1:
-            numbers = torch.empty((3,), dtype=torch.float64, device=self._runtime.device)
+            step_info = torch.empty((3,), dtype=torch.float64, device=self._runtime.device)
             self.functions.model.constants = self._runtime.changes.constants(0)
             return [
                 self._captured(
-                    self._trace(self.functions.full_step, (state, micro_batches[0], numbers))
+                    self._trace(self.functions.full_step, (state, micro_batches[0], step_info))
                 )
             ]
         micro_steps, is_sum = self.trace_micro_steps(state, micro_batches)
@@ -356,13 +358,13 @@ class CompiledStep:
         self, state: State, micro_batches: Sequence[Any]
     ) -> tuple[list[Captured], bool]:
         """The graphs of micro-steps, and whether losses are sums."""
-        numbers = torch.empty((3,), dtype=torch.float64, device=self._runtime.device)
+        step_info = torch.empty((3,), dtype=torch.float64, device=self._runtime.device)
         self.functions.model.constants = self._runtime.changes.constants(0)
         known: dict[ArgumentKind, tuple[Captured, bool]] = {}  # equal micro-steps share a graph
         kinds = [ArgumentKind.of(batch) for batch in micro_batches]
         for kind, batch in zip(kinds, micro_batches, strict=True):
             if kind not in known:
-                traced = self._trace(self.functions.micro_step, (state, batch, numbers))
+                traced = self._trace(self.functions.micro_step, (state, batch, step_info))
                 known[kind] = self._captured(traced), traced.others[1][0]
         return [known[kind][0] for kind in kinds], known[kinds[-1]][1]
 

@@ -96,11 +96,11 @@ class ModelInGraph:
         """The loss and its weight if it is a sum, without gradients; writes the module
         buffers of the state.
         """
-        forward = self._ranks.each(self._forward)
+        forward = self._ranks.map(self._forward)
         with (
             torch.no_grad(),
-            self._ranks.drawing(),
-            self._unchanged(self._ranks.each(self._cut)(state.params), state.buffers) as tensors,
+            self._ranks.random_per_rank(),
+            self._unchanged(self._ranks.map(self._cut)(state.params), state.buffers) as tensors,
         ):
             return forward(tensors, state.buffers, batch, state.step, torch.zeros_like(state.step))
 
@@ -129,17 +129,17 @@ class ModelInGraph:
         self._run.changes.check_unread(changed(buffers))
 
     def value_and_grad(
-        self, state: TrainState[Tensor], batch: Any, numbers: Tensor
+        self, state: TrainState[Tensor], batch: Any, step_info: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], bool]:
-        """One rank's row (4,): loss, weight or -1, two of `numbers`; its gradients by
+        """One rank's row (4,): loss, weight or -1, two of `step_info`; its gradients by
         name; whether losses are sums.
 
-        Writes the module buffers of the state. The third of `numbers` is that of the
+        Writes the module buffers of the state. The third of `step_info` is that of the
         micro-batch.
         """
         tensors = {
             name: alone(tensor).detach()
-            for name, tensor in self._ranks.each(self._cut)(state.params).items()
+            for name, tensor in self._ranks.map(self._cut)(state.params).items()
         }
         leaves = {
             name: tensors[name].requires_grad_()
@@ -153,29 +153,29 @@ class ModelInGraph:
             buffers: dict[str, Tensor],
             batch: Any,
             n: Tensor,
-            numbers: Tensor,
+            step_info: Tensor,
             scale: Tensor,
         ) -> tuple[Tensor, Tensor]:
-            loss, weight = self._forward(tensors, buffers, batch, n, numbers[2])
+            loss, weight = self._forward(tensors, buffers, batch, n, step_info[2])
             are_sums.append(weight is not None)
             loss_and_weight = [
                 loss.detach().double(),
                 (-torch.ones_like(loss) if weight is None else weight).double(),
             ]
-            row = torch.cat([torch.stack(loss_and_weight), numbers[:2]]).detach()
+            row = torch.cat([torch.stack(loss_and_weight), step_info[:2]]).detach()
             if self._rules.scales_loss:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
             return loss, row
 
-        with self._ranks.drawing(), self._unchanged(tensors, state.buffers):
-            loss, row = self._ranks.each(forward)(
-                tensors, state.buffers, batch, state.step, numbers, state.loss_scale.scale
+        with self._ranks.random_per_rank(), self._unchanged(tensors, state.buffers):
+            loss, row = self._ranks.map(forward)(
+                tensors, state.buffers, batch, state.step, step_info, state.loss_scale.scale
             )
         if any(leaf.grad is not None for leaf in leaves.values()):
             raise RuntimeError(INSIDE)
         with (
             torch.fx.traceback.annotate(BACKWARD),
-            self._in_backward(tensors, state.buffers, state.step, numbers),
+            self._in_backward(tensors, state.buffers, state.step, step_info),
         ):
             # Each simulated rank has a loss of its own, and that loss has no gradient in another
             # rank's parameters. Not `torch.autograd.grad`: it leaves out what is no way to a leaf,
@@ -317,7 +317,7 @@ class ModelInGraph:
         tensors: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         n: Tensor,
-        numbers: Tensor,
+        step_info: Tensor,
     ) -> AbstractContextManager[None]:
         """In the body, what runs of the model (`torch.utils.checkpoint`, hooks)
         computes with these tensors, too.
@@ -325,7 +325,7 @@ class ModelInGraph:
         # stacked tensors hold all ranks, but the model's code expects one
         if isinstance(self._ranks, Stacked):
             return nullcontext()
-        return self._bound(tensors, buffers, n, numbers[2])
+        return self._bound(tensors, buffers, n, step_info[2])
 
 
 def as_parameter(tensor: Tensor, name: str) -> Tensor:

@@ -148,11 +148,11 @@ class GraphProgram:
                 self.compiled.collect, run, given, micro_batches, checksum
             )
             del given
-        for key, home in state.grads.items():
+        for key, target in state.grads.items():
             grad = grads.pop(key)
-            if grad is not home:
-                result = transfer.write_back(stream_name("grads", key), home, grad, adds=False)
-                norms.reduced(key, home, result, run.device, is_final=True)
+            if grad is not target:
+                result = transfer.write_back(stream_name("grads", key), target, grad, adds=False)
+                norms.reduced(key, target, result, run.device, is_final=True)
                 del result
                 run.scratch.give(grad)
         del grad
@@ -187,15 +187,15 @@ class GraphProgram:
         """Inside, the flat buffers that a graph reads are on the device: all at its
         start.
         """
-        for key, home in state.params.items():
-            transfer.prefetch(key, home)
+        for key, target in state.params.items():
+            transfer.prefetch(key, target)
         if self.until == "gradients" and run.inner_plan is not run.plan:
             yield dict(run.inner_params(state.params, transfer))
             return
-        params = {key: transfer.load(key, home) for key, home in state.params.items()}
+        params = {key: transfer.load(key, target) for key, target in state.params.items()}
         yield params
-        for key, home in state.params.items():
-            if params[key] is not home:
+        for key, target in state.params.items():
+            if params[key] is not target:
                 run.scratch.give(params.pop(key))
 
     def _run(
@@ -216,10 +216,10 @@ class GraphProgram:
         given = state._replace(buffers=buffers, hook_states=hook_states, rng={})
         with self._drawing(run, state) as rng, profiler_range("step", "in one graph"):
             shape = (3,) if self.stacked is None else (self.stacked.size, 3)
-            numbers = torch.zeros(shape, dtype=torch.float64, device=run.device)
-            numbers[..., 0].fill_(run.learned.num_passes)  # fills do not wait for the device
-            numbers[..., 1].fill_(checksum)
-            result = graph(given, batches, numbers)
+            step_info = torch.zeros(shape, dtype=torch.float64, device=run.device)
+            step_info[..., 0].fill_(run.learned.num_passes)  # fills do not wait for the device
+            step_info[..., 1].fill_(checksum)
+            result = graph(given, batches, step_info)
         return result, buffers, rng, hook_states
 
     @contextmanager

@@ -56,7 +56,7 @@ class StepFunctions:
     """The functions of a step on one rank; with `stacked`, on all ranks at once.
 
     They write into the tensors of the state that they are given. A batch is one
-    micro-batch. `numbers` (3,) are the number of this pass, a checksum, and the number
+    micro-batch. `step_info` (3,) are the number of this pass, a checksum, and the number
     of the micro-batch. Rows are (loss, weight or -1, the first two).
 
     Args:
@@ -100,32 +100,32 @@ class StepFunctions:
         num_ranks: int = self._graph.world.size
         return num_ranks
 
-    def full_step(self, state: State, batch: Any, numbers: Tensor) -> tuple[Outcome, bool]:
+    def full_step(self, state: State, batch: Any, step_info: Tensor) -> tuple[Outcome, bool]:
         """A step of one micro-batch: its outcome, and whether losses are sums."""
-        row, gradients, is_sum = self.model.value_and_grad(state, batch, numbers)
+        row, gradients, is_sum = self.model.value_and_grad(state, batch, step_info)
 
         def finish(state: State, row: Tensor, gradients: dict[str, Tensor]) -> Outcome:
             return self._updated(
                 state, self._stack_rows(row)[None], self._reduced(gradients, state, is_sum), is_sum
             )
 
-        return self._ranks.each(finish)(state, row, gradients), is_sum
+        return self._ranks.map(finish)(state, row, gradients), is_sum
 
-    def gradients(self, state: State, batch: Any, numbers: Tensor) -> tuple[Tensor, bool]:
+    def gradients(self, state: State, batch: Any, step_info: Tensor) -> tuple[Tensor, bool]:
         """The step without the update; returns the rows of all ranks (W, 4), and
         whether losses are sums.
         """
-        row, gradients, is_sum = self.model.value_and_grad(state, batch, numbers)
+        row, gradients, is_sum = self.model.value_and_grad(state, batch, step_info)
         rows = self._stack_rows(row)
         self._reduced(gradients, state, is_sum)
         self._agree(state.buffers)
         return rows, is_sum
 
-    def micro_step(self, state: State, batch: Any, numbers: Tensor) -> tuple[Tensor, bool]:
+    def micro_step(self, state: State, batch: Any, step_info: Tensor) -> tuple[Tensor, bool]:
         """Adds the gradients of one micro-batch to `grads`; reduces first those that a
         rank does not collect in full.
         """
-        row, gradients, is_sum = self.model.value_and_grad(state, batch, numbers)
+        row, gradients, is_sum = self.model.value_and_grad(state, batch, step_info)
 
         def add(state: State, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
             scale = self._grad_scale(is_sum)
@@ -140,7 +140,7 @@ class StepFunctions:
                     kept.add_(self._reduce(_scaled(grad, scale, flat), flat, state))
             return self._stack_rows(row)
 
-        return self._ranks.each(add)(state, row, gradients), is_sum
+        return self._ranks.map(add)(state, row, gradients), is_sum
 
     def gathered(self, state: State) -> dict[str, Tensor]:
         """The flat buffers that a step gathers once, in full (P)."""
@@ -171,7 +171,7 @@ class StepFunctions:
         def finish(state: State, rows_A: Tensor) -> Outcome:
             return self._updated(state, rows_A, self._summed_up(state), is_sum)
 
-        return self._ranks.each(finish)(state, rows_A)
+        return self._ranks.map(finish)(state, rows_A)
 
     # --- parts of these, on one rank --------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class StepFunctions:
         if flat.flow.reduced_numel == flat.flow.grad_numel:
             kept.copy_(reduced)
         else:
-            self._ranks.write_own(kept, reduced)
+            self._ranks.write_shard(kept, reduced)
         return reduced
 
     def _update_flat(
@@ -300,7 +300,9 @@ class StepFunctions:
             written = [grad, kept, *optree.tree_leaves(optimizer), *([] if out is None else [out])]
             repeats(write, written, kind=self._kinds[flat.key])
 
-        self._ranks.in_turn(update, grad, kept, state.optimizer[flat.key], start, skip, factor, out)
+        self._ranks.rank_by_rank(
+            update, grad, kept, state.optimizer[flat.key], start, skip, factor, out
+        )
         self._join(flat, state, updated)
 
     def _update_wholes(
@@ -333,10 +335,10 @@ class StepFunctions:
         """
         param = state.params[flat.key]
         updated = (
-            self._ranks.own(param, flat.shard_numel).clone() if flat.flow.joins_over else param
+            self._ranks.shard_of(param, flat.shard_numel).clone() if flat.flow.joins_over else param
         )
         kept, out = (state.master[flat.key], updated) if flat.has_master else (updated, None)
-        start = self._ranks.place(flat.shard_numel) if flat.flow.updates == "shard" else 0
+        start = self._ranks.shard_start(flat.shard_numel) if flat.flow.updates == "shard" else 0
         return updated, kept, out, start
 
     def _join(self, flat: FlatParamPlan, state: State, updated: Tensor) -> None:
@@ -348,7 +350,7 @@ class StepFunctions:
 
     def _norm_parts(self, reduced: dict[str, Tensor]) -> Tensor:
         own = (
-            self._ranks.own(reduced[flat.key], flat.shard_numel)
+            self._ranks.shard_of(reduced[flat.key], flat.shard_numel)
             for flat in self._trained
             if flat.shard_numel
         )

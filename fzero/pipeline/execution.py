@@ -103,7 +103,7 @@ class PipelineProgram:
                 training = _Training(self, run, micro_batches, seeds, window)
                 self._execute(training, run, self.order)
             window = training.window
-            window.work.close()
+            window.forward_backward.close()
             stages.sum_ties(run.plan, window.state.grads, run.mesh.shard)
             collected = phases.collect(run, window, rng)
             stats_AW4 = stages.loss_stats(run, collected.loss_stats[training.rows])
@@ -402,7 +402,7 @@ class _Training(Passes):
         out, loss = phases.forward(
             self.run, self.window, partial(self._forward, chunk, number, x), kind=kind
         )
-        forwards = self.window.work.forwards
+        forwards = self.window.forward_backward.forwards
         visits = {forwards.last_index: forwards.last.visits}
         if loss is not None:
             self.is_sum = loss[1] is not None
@@ -459,7 +459,7 @@ class _Training(Passes):
             if run.spec.cfg.activation_checkpointing.cpu_checkpointing
             else None
         )
-        again = partial(recomputing, self.window.work)
+        again = partial(recomputing, self.window.forward_backward)
         return Site(
             name, block, slots, run.learned.moving_buffers, moves, again, self.anchor.detach()
         )

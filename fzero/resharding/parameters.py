@@ -365,14 +365,14 @@ def _homes(step: TrainStep) -> dict[str, FlatParamPlan]:
 
 
 def _home(step: TrainStep, name: str) -> FlatParamPlan:
-    homes = step.plan.homes
+    param_owners = step.plan.param_owners
     name = step.plan.aliases.get(name, name)
-    if name not in homes:
+    if name not in param_owners:
         raise ValueError(
-            f"parameter {name!r}: must be one of the model, such as {', '.join(list(homes)[:4])}; "
+            f"parameter {name!r}: must be one of the model, such as {', '.join(list(param_owners)[:4])}; "
             f"pass one"
         )
-    return homes[name][1]
+    return param_owners[name][1]
 
 
 def _trained(step: TrainStep, name: str) -> FlatParamPlan:

@@ -342,13 +342,13 @@ def plan_reshard(
     counted: dict[str, Sources] = {}
     began: set[str] = set()
     rounds = []
-    homes = _homes(before)
+    old_stages = _old_stages(before)
     for stage, plan in enumerate(after.stages):
         for unit in plan.units:
             flows = [
                 flow
                 for b in unit.buffers
-                for flow in _flows_of(BufferTensors(plan, b), homes, stage, counted, began)
+                for flow in _flows_of(BufferTensors(plan, b), old_stages, stage, counted, began)
             ]
             rounds.append(ReshardRound(unit.name, tuple(flows)))
         rest = list(_own_flows(before, plan, stage, rng or {}))
@@ -376,12 +376,12 @@ def plan_reshard(
 # --- flows ----------------------------------------------------------------------------------------
 
 
-_Homes = dict[str, tuple[int, BufferTensors]]
+_OldStages = dict[str, tuple[int, BufferTensors]]
 """By parameter, the old flat buffer that holds it, and its stage."""
 
 
-def _homes(old: StagedPlan) -> _Homes:
-    found: _Homes = {}
+def _old_stages(old: StagedPlan) -> _OldStages:
+    found: _OldStages = {}
     for stage, plan in enumerate(old.stages):
         for tensors in of_plan(plan):
             for name in tensors.buffer.layout.names:
@@ -391,21 +391,25 @@ def _homes(old: StagedPlan) -> _Homes:
 
 
 def _flows_of(
-    target: BufferTensors, homes: _Homes, stage: int, counted: dict[str, Sources], began: set[str]
+    target: BufferTensors,
+    old_stages: _OldStages,
+    stage: int,
+    counted: dict[str, Sources],
+    began: set[str],
 ) -> Iterator[Flow]:
     """The flows to a new flat buffer. Enters its 0-d numbers in `counted`, and
     parameters with new optimizer state in `began`.
     """
     names_of: dict[tuple[int, str], list[str]] = {}
     for name in target.buffer.layout.names:
-        home, source = homes[name]
-        names_of.setdefault((home, source.buffer.key), []).append(name)
+        old_stage, source = old_stages[name]
+        names_of.setdefault((old_stage, source.buffer.key), []).append(name)
     known: list[BufferTensors] = []
     anew: list[str] = []
     for names in names_of.values():
-        home, source = homes[names[0]]
+        old_stage, source = old_stages[names[0]]
         _check_same_kind(source, target, names)
-        yield from _flows_between(source, target, names, (home, stage))
+        yield from _flows_between(source, target, names, (old_stage, stage))
         if source.buffer.trainable:
             known.append(source)
         elif target.buffer.trainable:
@@ -424,14 +428,16 @@ def _own_flows(
     # Ranks with one place in "data" have one random state on all stages. The old stage of the same
     # number may be this process.
     found = dict[str, Flow]()
-    for home in sorted(range(len(old.stages)), key=lambda home: home != stage):
-        source = old.stages[home]
+    for old_stage in sorted(range(len(old.stages)), key=lambda old_stage: old_stage != stage):
+        source = old.stages[old_stage]
         wanted, own = buffers_of(plan), {f"state.rng[{kind!r}]": spec for kind, spec in rng.items()}
         for name, tensor in buffers_of(source).items():
             if name in wanted:
-                found.setdefault(name, Flow(tensor, wanted[name], stages=(home, stage)))
+                found.setdefault(name, Flow(tensor, wanted[name], stages=(old_stage, stage)))
         for name, spec in (own | kept_hook_states(source, plan)).items():
-            found.setdefault(name, replace(_own(name, spec, source, plan), stages=(home, stage)))
+            found.setdefault(
+                name, replace(_own(name, spec, source, plan), stages=(old_stage, stage))
+            )
     yield from found.values()
 
 

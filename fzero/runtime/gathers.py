@@ -106,7 +106,7 @@ class Gathers:
             plan, mesh, params, transfer, was_changed,
         )  # fmt: skip
         self._seen, self.device = seen, transfer.device
-        self._full = [b.key for b in plan.flat_buffers if not b.flow.gathers_over]
+        self._replicated_keys = [b.key for b in plan.flat_buffers if not b.flow.gathers_over]
         # By axes: whether one rank along them holds a whole buffer.
         self._is_whole = {
             over: math.prod(axis.size for axis in along(mesh.axes, over)) == 1
@@ -221,15 +221,15 @@ class Gathers:
         def again(names: Iterable[str]) -> dict[str, Tensor]:
             need(unit)
             flats: dict[str, Any] = {**self._params, **self._live.get(unit, {})}
-            homes = ((own, self._plan.homes[own][1]) for own in names)
+            owners = ((own, self._plan.param_owners[own][1]) for own in names)
             return {
                 own: flats[b.key][slice(*b.layout.bounds(own))].view(b.layout.shape(own))
-                for own, b in homes
+                for own, b in owners
             }
 
         masks: dict[str, Tensor] = {}
         for name in [name for name in grads if name in self._seen.is_on]:
-            unit = self._plan.homes[name][0].name
+            unit = self._plan.param_owners[name][0].name
             found = self._seen.pulled(name, grads[name], again)
             grads[name], mask = found.pop(name)
             if mask is not None:
@@ -290,7 +290,7 @@ class Gathers:
             if counter._version != version:
                 raise self._was_changed(f"of {key!r}")
         params, versions = self._params, self._versions
-        for key in self._full:
+        for key in self._replicated_keys:
             flat: Any = params[key]
             if flat._version != versions[key]:
                 raise self._was_changed(f"of {key!r}")

@@ -65,7 +65,7 @@ class AccumulationWindow(NamedTuple):
     """
 
     state: State
-    work: ForwardBackward
+    forward_backward: ForwardBackward
     buffers: dict[str, Tensor]
     """Copies of the module buffers; forwards write into these."""
     before: dict[str, tuple[Tensor, int]]
@@ -213,19 +213,19 @@ def forward(
     """See `TrainStep.forward`; `kind` is its `run`."""
     learned = run.learned
     learned.leaves_out_params |= bool(no_grad_names)
-    compares, is_counted = run.compares(kind), not window.work.gathers_nothing
+    compares, is_counted = run.compares(kind), not window.forward_backward.gathers_nothing
     # Where ranks may make different numbers of forwards, only one that raises counts.
     learned.num_passes += is_counted
     try:
         with (
             profiler_range("forward"),
-            bound_to(run, window, lambda: (window.work.forwards.last_index,)),
-            window.work.forward(kind, no_grad_names=no_grad_names, compares=compares),
+            bound_to(run, window, lambda: (window.forward_backward.forwards.last_index,)),
+            window.forward_backward.forward(kind, no_grad_names=no_grad_names, compares=compares),
         ):
             result = function()
             if compares:
-                check_no_views(run.binding.index, window.work.gathers.holds)
-                learned.leaves = window.work.given.leaves
+                check_no_views(run.binding.index, window.forward_backward.gathers.holds)
+                learned.leaves = window.forward_backward.given.leaves
     except BaseException:
         learned.num_passes += not is_counted
         raise
@@ -254,7 +254,7 @@ def backward(
         "is_last": is_last,
         "keeps": keeps,
     }
-    with going_back(run, window, visits_of(scaled, window.work), loss, **how) as after:
+    with going_back(run, window, visits_of(scaled, window.forward_backward), loss, **how) as after:
         torch.autograd.backward(scaled, retain_graph=keeps)
     return after[0]
 
@@ -289,7 +289,7 @@ def going_back(
     Yields:
         A list that receives the window at the end.
     """
-    learned, work = run.learned, window.work
+    learned, work = run.learned, window.forward_backward
     learned.num_passes += 1
     newly_moved = (
         moved(window.buffers, window.before) - (learned.moving_buffers or set())
@@ -331,8 +331,8 @@ def backward_through(
 ) -> Iterator[None]:
     """See `TrainStep.backward_through`."""
     with (
-        bound_to(run, window, partial(visits_in, loss, window.work)),
-        window.work.backward_through(loss, keeps=keeps),
+        bound_to(run, window, partial(visits_in, loss, window.forward_backward)),
+        window.forward_backward.backward_through(loss, keeps=keeps),
     ):
         yield
 
@@ -347,7 +347,7 @@ def check_window(window: AccumulationWindow) -> None:
     )
     check_kind("update", window, AccumulationWindow, rule, fix)
     check_not_donated(window.state)
-    if window.work.status == "over":
+    if window.forward_backward.status == "over":
         raise RuntimeError(
             "update: must be of a window that no error has ended, and an error did, so that "
             "gradients are missing; begin another window with the same state"
@@ -370,7 +370,12 @@ def collect(
     Args:
         rng: the random state of the next state; None takes that of the present state.
     """
-    state, work, buffers, learned = window.state, window.work, window.buffers, run.learned
+    state, work, buffers, learned = (
+        window.state,
+        window.forward_backward,
+        window.buffers,
+        run.learned,
+    )
     work.close()
     if rng is None and run.device.type == "cpu":  # each rank calls the update for itself
         check_updating(run.mesh.world)
@@ -465,8 +470,10 @@ def bound_throughout(run: StepRuntime, window: AccumulationWindow) -> Iterator[A
     if window.buffers or run.learned.module_grads is not None or run.changes.is_by_forward:
         yield window
         return
-    window.work.given.share(
-        run.plan.num_micro_steps > 1 and window.work.gathers_nothing and not run.changes.views
+    window.forward_backward.given.share(
+        run.plan.num_micro_steps > 1
+        and window.forward_backward.gathers_nothing
+        and not run.changes.views
     )
     with bound_to(run, window, lambda: ()):
         yield window._replace(is_bound=True)
@@ -485,13 +492,13 @@ def bound_to(
 
     def call() -> Call:
         how: dict[str, Any] = {
-            "again": partial(recomputing, window.work),
+            "again": partial(recomputing, window.forward_backward),
             "moving": run.learned.moving_buffers,
         }
         return run.call(window.num_updates, micro=lambda: _only(forwards()), **how)
 
     forwards_of = run.changes.bound(run.spec.model, call) if run.changes.wrapping else nullcontext()
-    with run.binding.to(window.work.fetch, window.buffers), forwards_of:
+    with run.binding.to(window.forward_backward.fetch, window.buffers), forwards_of:
         yield
 
 

@@ -1,5 +1,5 @@
 """`MovingTransfer`: loads shards of parameters for a forward-backward, and writes
-shards of gradients back to their homes.
+shards of gradients back to their targets.
 
 A forward-backward names the next shard in advance, so that it is prefetched while the
 present one is used, and goes on while shards of gradients are written. For shards on
@@ -126,30 +126,30 @@ class MovingTransfer:
 
     # --- writing back -----------------------------------------------------------------------------
 
-    def write_back(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
+    def write_back(self, name: str, target: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
         """See `ShardTransfer`."""
-        if home is values and not adds:
+        if target is values and not adds:
             return values
-        if isinstance(home, FileTensor):
+        if isinstance(target, FileTensor):
             with profiler_range("write_back", name):
-                return self._put_in_file(name, home, values, adds=adds)
-        if home.device == values.device:
+                return self._put_in_file(name, target, values, adds=adds)
+        if target.device == values.device:
             if adds:
                 self._end_copies_out()
-            return write_here(home, values, adds=adds)
+            return write_here(target, values, adds=adds)
         with profiler_range("write_back", name):
             # The sum is made on the device; on the host each would wait for the other.
-            total = self.load(name, home).add_(values) if adds else values
-            self._copy_out(home, total)
+            total = self.load(name, target).add_(values) if adds else values
+            self._copy_out(target, total)
             return total
 
-    def _copy_out(self, home: Tensor, values: Tensor) -> None:
+    def _copy_out(self, target: Tensor, values: Tensor) -> None:
         """Copies to host memory on a stream of its own, concurrently with compute."""
         if self._copies_out is None:
             self._copies_out = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._copies_out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copies_out):
-            home.copy_(values, non_blocking=True)
+            target.copy_(values, non_blocking=True)
         values.record_stream(self._copies_out)
 
     def _end_copies_out(self) -> None:
@@ -159,27 +159,27 @@ class MovingTransfer:
                 self._copies_out.synchronize()
             self._copies_out = None
 
-    def _put_in_file(self, name: str, home: FileTensor, values: Tensor, *, adds: bool) -> Tensor:
-        """Writes to a home in a file; returns the tensor that holds the final values."""
+    def _put_in_file(self, name: str, target: FileTensor, values: Tensor, *, adds: bool) -> Tensor:
+        """Writes to a target in a file; returns the tensor that holds the final values."""
         while len(self._leaving) >= MOST_LEAVING or (adds and self._leaving):
             self._end_leaving()
         flat = (
-            self._start_file(name, home)()
+            self._start_file(name, target)()
             if adds
-            else self.scratch.take_paged(home.numel(), home.dtype)
+            else self.scratch.take_paged(target.numel(), target.dtype)
         )
         if adds and flat.device != torch.device("cpu"):
-            flat = self.scratch.take_paged(home.numel(), home.dtype).copy_(flat)
+            flat = self.scratch.take_paged(target.numel(), target.dtype).copy_(flat)
         _ = flat.add_(values.to(flat.device)) if adds else flat.copy_(values)
-        wait = kept(home, lambda: home.files.start_write(home.name, flat))
+        wait = kept(target, lambda: target.files.start_write(target.name, flat))
         if wait is not None:
-            self._leaving.append((name, home, flat, wait))
+            self._leaving.append((name, target, flat, wait))
         return flat if adds else values
 
     def _end_leaving(self) -> None:
-        name, home, flat, wait = self._leaving.popleft()
+        name, target, flat, wait = self._leaving.popleft()
         with profiler_range("wait write_back", name):
-            kept(home, wait)
+            kept(target, wait)
         del wait
         self.scratch.give(flat)
 

@@ -1,5 +1,5 @@
 """`ShardTransfer`: loads the shards that a forward-backward reads, and writes its
-gradients to their homes.
+gradients to their targets.
 
 Where all of them are on its device, nothing moves (`Resident`).
 `fzero.storage.shard_io.MovingTransfer` is for shards in other memory. Both take their
@@ -96,22 +96,22 @@ class ShardTransfer(Protocol):
         """
         ...
 
-    def write_back(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
-        """Writes values to a shard's home, or adds them to it. The caller may free
-        `values` when this returns, and change them unless they are the home's own
+    def write_back(self, name: str, target: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
+        """Writes values to a shard's target, or adds them to it. The caller may free
+        `values` when this returns, and change them unless they are the target's own
         memory.
 
         Args:
-            values: on the device; to be added, also in the home's memory.
+            values: on the device; to be added, also in the target's memory.
 
         Returns:
-            A tensor in memory that holds what is now in the home, perhaps in another
+            A tensor in memory that holds what is now in the target, perhaps in another
             dtype.
         """
         ...
 
     def settle(self) -> None:
-        """Waits until all written values are in their homes."""
+        """Waits until all written values are in their targets."""
         ...
 
     def abandon(self) -> None:
@@ -137,9 +137,9 @@ class Resident:
     def each(self, shards: Iterable[tuple[str, StoredTensor]]) -> Iterator[Tensor]:
         return (self.load(name, x) for name, x in shards)
 
-    def write_back(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
-        assert isinstance(home, Tensor), name
-        return write_here(home, values, adds=adds)
+    def write_back(self, name: str, target: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
+        assert isinstance(target, Tensor), name
+        return write_here(target, values, adds=adds)
 
     def settle(self) -> None:
         pass
@@ -148,14 +148,14 @@ class Resident:
         pass
 
 
-def write_here(home: Tensor, values: Tensor, *, adds: bool) -> Tensor:
-    """Writes or adds to a home on the same device; returns the tensor that holds the
+def write_here(target: Tensor, values: Tensor, *, adds: bool) -> Tensor:
+    """Writes or adds to a target on the same device; returns the tensor that holds the
     final values.
     """
     if adds:
-        return home.add_(values)
-    if home is not values and home.data_ptr() != values.data_ptr():
-        home.copy_(values)
+        return target.add_(values)
+    if target is not values and target.data_ptr() != values.data_ptr():
+        target.copy_(values)
     return values
 
 

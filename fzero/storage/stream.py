@@ -249,7 +249,7 @@ def init_streamed(
     **ahead: int,
 ) -> None:
     """Writes the initial parameters, which `param_at(name, start, stop)` returns, and
-    optimizer states to their homes.
+    optimizer states to their targets.
 
     The other arguments are those of `update_streamed`.
     """

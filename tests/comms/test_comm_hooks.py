@@ -47,7 +47,7 @@ def _stacked(verb: Any, parts_W: Tensor, state_W: Any = None) -> tuple[Tensor, A
         result, state = verb(part, axis, state)
         return result if state is None else (result, state)
 
-    found = ranks.each(on_a_rank)(parts_W, state_W)
+    found = ranks.map(on_a_rank)(parts_W, state_W)
     return found if isinstance(found, tuple) else (found, None)
 
 

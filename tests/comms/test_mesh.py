@@ -71,7 +71,7 @@ def at_once(plan: Any, function: Callable[..., Any], *xs_W: Tensor) -> list[Any]
     """The same on stacked ranks."""
     ranks = Stacked(plan.mesh, plan.axes)
     mesh = stacked_mesh(ranks, plan)
-    found_W = ranks.each(lambda *xs: function(mesh, *xs))(*xs_W)
+    found_W = ranks.map(lambda *xs: function(mesh, *xs))(*xs_W)
     return [
         optree.tree_map(lambda x_W, rank=rank: x_W[rank], found_W)
         for rank in range(plan.world_size)

@@ -308,7 +308,7 @@ def on_stacked_ranks(world_size: int, runner: str, transform: str) -> None:
         tuple(x.movedim(-2, 0).contiguous() for x in inputs_of(world_size, name))
         for name in PRIMITIVES
     ]
-    found = cell(runner, transform, ranks.axis(), ranks.each, inputs)  # type: ignore[arg-type]
+    found = cell(runner, transform, ranks.axis(), ranks.map, inputs)  # type: ignore[arg-type]
     check(
         "stacked",
         runner,
@@ -437,11 +437,11 @@ def test_other_batch_dimensions_around_and_inside_of_the_ranks_are_no_ranks(prim
     def of_rank(x: Tensor) -> Tensor:
         return getattr(primitives, primitive)(x, axis)
 
-    assert torch.equal(vmap(ranks.each(of_rank))(x), f(x))
-    assert torch.equal(ranks.each(vmap(of_rank))(x.movedim(1, 0)), f(x).movedim(1, 0))
-    last = ranks.each(vmap(of_rank, in_dims=-1, out_dims=-1))(x.movedim(0, -1))
+    assert torch.equal(vmap(ranks.map(of_rank))(x), f(x))
+    assert torch.equal(ranks.map(vmap(of_rank))(x.movedim(1, 0)), f(x).movedim(1, 0))
+    last = ranks.map(vmap(of_rank, in_dims=-1, out_dims=-1))(x.movedim(0, -1))
     assert torch.equal(last, f(x).movedim(0, -1))
-    both = vmap(ranks.each(vmap(of_rank)))(torch.stack([x, 2 * x], 1).movedim(2, 1))
+    both = vmap(ranks.map(vmap(of_rank)))(torch.stack([x, 2 * x], 1).movedim(2, 1))
     assert torch.equal(both, torch.stack([f(x), f(2 * x)], 1).movedim(2, 1))
 
 
@@ -453,7 +453,7 @@ def test_stacked_ranks_inside_of_stacked_ranks_each_know_their_own() -> None:
     def of_gpu(x: Tensor) -> tuple[Tensor, Tensor]:
         return primitives.all_gather(x, node), primitives.reduce_scatter(x, gpu)
 
-    joined, shards = nodes.each(gpus.each(of_gpu))(x)
+    joined, shards = nodes.map(gpus.map(of_gpu))(x)
     assert torch.equal(joined, reference_of("all_gather")(x.transpose(0, 1)).transpose(0, 1))
     assert torch.equal(shards, reference_of("reduce_scatter")(x))
 
@@ -461,9 +461,9 @@ def test_stacked_ranks_inside_of_stacked_ranks_each_know_their_own() -> None:
 def test_a_tensor_that_is_equal_on_all_stacked_ranks_is_the_summand_of_each() -> None:
     ranks = Stacked(3)
     axis, x = ranks.axis(), torch.arange(6.0)
-    assert torch.equal(ranks.each(lambda: primitives.reduce_scatter(x, axis))(), 3 * x.view(3, 2))
+    assert torch.equal(ranks.map(lambda: primitives.reduce_scatter(x, axis))(), 3 * x.view(3, 2))
     assert torch.equal(
-        ranks.each(lambda: primitives.all_gather(x, axis))(), x.repeat(3).expand(3, -1)
+        ranks.map(lambda: primitives.all_gather(x, axis))(), x.repeat(3).expand(3, -1)
     )
 
 
@@ -474,9 +474,9 @@ def test_a_primitive_runs_along_one_axis_of_a_mesh(primitive: str, name: str) ->
     ranks = Stacked(mesh)
     axis = ranks.axis(name)
     x = torch.arange(6 * 6.0).view(3, 2, 6)
-    found = ranks.each(lambda x: getattr(primitives, primitive)(x, axis))(
-        x.flatten(0, 1)
-    ).unflatten(0, (3, 2))
+    found = ranks.map(lambda x: getattr(primitives, primitive)(x, axis))(x.flatten(0, 1)).unflatten(
+        0, (3, 2)
+    )
     f = reference_of(primitive)
     assert torch.equal(found, f(x) if name == "data" else f(x.transpose(0, 1)).transpose(0, 1))
 
@@ -530,7 +530,7 @@ def test_a_coded_primitive_gives_the_numbers_of_its_hook_and_the_derivative_of_t
         return torch.stack([verb(row, axis, None)[0] for row in x[rank]])
 
     coded = torch.stack(hub.run(by_hand))
-    of_stacked = coded_results(stacked.axis(), gathers, x, c, runner, stacked.each)
+    of_stacked = coded_results(stacked.axis(), gathers, x, c, runner, stacked.map)
     for found in (
         of_stacked,
         [torch.stack(y) for y in zip(*ranks(world_size, _coded_of_a_rank, gathers, x, c, runner))],
@@ -616,14 +616,14 @@ def test_a_tensor_that_ranks_cannot_divide_is_refused() -> None:
         primitives.all_gather(torch.ones(()), axis)
 
 
-def test_stacked_ranks_have_numbers_inside_of_each_only() -> None:
+def test_stacked_ranks_have_numbers_inside_of_map_only() -> None:
     ranks = Stacked(2)
     axis = ranks.axis()
-    with pytest.raises(ValueError, match="a rank has a number inside of each"):
+    with pytest.raises(ValueError, match="a rank has a number inside of map"):
         primitives.all_gather(torch.ones(2, 2), axis)
     with pytest.raises(ZeroDivisionError):
-        ranks.each(lambda x: 1 / 0)(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="a rank has a number inside of each"):
+        ranks.map(lambda x: 1 / 0)(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="a rank has a number inside of map"):
         primitives.all_gather(torch.ones(2, 2), axis)
 
 
@@ -657,7 +657,7 @@ def test_attention_of_all_ranks_is_one_call_of_the_kernel_with_each_ranks_bits()
 
     leaves = [x.clone().requires_grad_() for x in (q_W, k_W, v_W)]
     with Count():
-        out_W = ranks.each(attend)(*leaves)
+        out_W = ranks.map(attend)(*leaves)
         out_W.square().sum().backward()
     assert len(calls) == 2, "a forward and a backward"
     for rank in range(3):

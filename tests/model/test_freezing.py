@@ -16,7 +16,7 @@ import torch
 from engines import Net, assert_close, criterion, data, mine, settings
 from ranks import RankError, RankPool
 from torch import Tensor, nn
-from training import ADAMW, Odd, Plain, adamw, config, make, part, tokens, vectors
+from training import ADAMW, Odd, Plain, adamw, config, make, tokens, vectors
 
 import fzero
 import fzero.deepspeed as deepspeed
@@ -36,28 +36,6 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> None:
 # --- steps ----------------------------------------------------------------------------------------
 
 PHASES: Phases = [("blocks.2", "norm.bias"), ("blocks.0.up", "unused"), ()]
-
-
-def plainly() -> dict[str, Tensor]:
-    """The oracle: an optimizer of what is trained for each phase, which gets the state
-    of what the one before trained, too.
-    """
-    module, optimizer = make(Odd), None
-    for index in range(NUM_STEPS * len(PHASES)):
-        if index % NUM_STEPS == 0:
-            freeze(module, PHASES[index // NUM_STEPS])
-            params = [p for p in module.parameters() if p.requires_grad]
-            before = {} if optimizer is None else optimizer.state
-            optimizer = adamw(params)
-            optimizer.state.update({p: before[p] for p in params if p in before})
-        assert optimizer is not None
-        module(*tokens(index)).backward()
-        for param in params:
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        nn.utils.clip_grad_norm_(params, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: x.clone() for name, x in module.state_dict().items()}
 
 
 class Trained(NamedTuple):
@@ -95,29 +73,6 @@ def in_phases(stage: int, keys: dict[str, Any] | None = None, **options: Any) ->
     return weights
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Tensor]:
-    return plainly()
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_steps_after_one_another_train_as_a_plain_loop(
-    expected: dict[str, Tensor], stage: int
-) -> None:
-    """What both train keeps masters and moments; what is unfrozen begins with moments
-    and a count of zero.
-    """
-    assert_close(in_phases(stage), expected)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_so_they_do_where_state_is_in_files(
-    expected: dict[str, Tensor], stage: int, tmp_path: Path
-) -> None:
-    at = fzero.Placement("nvme", path=str(tmp_path))
-    assert_close(in_phases(stage, placements={"optimizer/*": at}), expected)
-
-
 def test_with_masters_all_stages_give_the_same_bits() -> None:
     first, *others = (in_phases(stage, NARROW) for stage in range(4))
     for other in others:
@@ -128,24 +83,6 @@ def test_with_masters_all_stages_give_the_same_bits() -> None:
         for name in exact
         if exact[name].numel()
     )
-
-
-def on_ranks(stage: int) -> dict[str, Tensor]:
-    model, step, state = make(Odd), None, None
-    for number, parts in enumerate(PHASES):
-        freeze(model, parts)
-        old, step = step, fzero.make_train_step(model, config(stage), after=step)
-        state = step.init() if old is None else fzero.reshard(state, old, step)
-        for index in range(number * NUM_STEPS, (number + 1) * NUM_STEPS):
-            state, _ = step(state, part(tokens(index), step.rank, step.world_size))
-    assert step is not None and state is not None
-    return step.gather(state)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_so_they_do_on_real_ranks(ranks: RankPool, expected: dict[str, Tensor], stage: int) -> None:
-    for found in ranks(2, on_ranks, stage):
-        assert_close(found, expected)
 
 
 @pytest.mark.parametrize("compiled", [None, "step"])

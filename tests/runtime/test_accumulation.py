@@ -29,22 +29,12 @@ def _train(
     num_micro_steps: int,
     model: Any = Plain,
     data: Any = vectors,
-    *,
-    by_iterator: bool = False,
-    schedule: Any = "learned",
-    loss_fn: Any = None,
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     cfg = config(stage) | STEPS | {"gradient_accumulation_steps": num_micro_steps}
-    step = fzero.make_train_step(make(model), cfg, schedule=schedule, loss_fn=loss_fn)
+    step = fzero.make_train_step(make(model), cfg)
     state, curve = step.init(), []
     for index in range(NUM_STEPS):
-        batch = part(data(index), step.rank, step.world_size)
-        given = (
-            (part(batch, k, num_micro_steps) for k in range(num_micro_steps))
-            if by_iterator
-            else batch
-        )
-        state, metrics = step(state, given)
+        state, metrics = step(state, part(data(index), step.rank, step.world_size))
         curve.append((metrics.loss.item(), metrics.grad_norm.item()))
     return curve, step.gather(state)
 
@@ -94,17 +84,6 @@ def test_a_gradient_of_16_bits_is_added_with_one_rounding_however_large_it_is(st
     assert torch.equal(collected[: weight.numel()].float(), expected)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_an_iterator_of_micro_batches_and_a_negotiated_schedule_give_the_same_bits(
-    ranks: RankPool, stage: int
-) -> None:
-    expected = ranks(2, _train, stage, 3)
-    for options in ({"by_iterator": True}, {"schedule": "negotiated"}):
-        for ours, theirs in zip(ranks(2, _train, stage, 3, **options), expected, strict=True):
-            assert ours[0] == theirs[0]
-            assert all(torch.equal(ours[1][name], theirs[1][name]) for name in theirs[1])
-
-
 # --- losses with a weight -------------------------------------------------------------------------
 
 
@@ -118,44 +97,6 @@ def weighted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         hidden = block(hidden)
     chosen = (x[:, 0] > 0).to(x.dtype)
     return ((hidden - y).square().mean(dim=1) * chosen).sum(), chosen.sum()
-
-
-def weighted_mean(model: nn.Module, batch: Any) -> Tensor:
-    total, weight = weighted(model, batch)
-    return total / weight
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(("world_size", "num_micro_steps"), [(1, 3), (2, 1), (2, 3), (3, 2)])
-def test_a_sum_with_a_weight_is_the_mean_over_all_weights(
-    ranks: RankPool, stage: int, world_size: int, num_micro_steps: int
-) -> None:
-    expected = train_plainly(Plain, vectors, adamw, num_steps=NUM_STEPS, loss_of=weighted_mean)
-    for result in ranks(world_size, _train, stage, num_micro_steps, loss_fn=weighted):
-        assert_close(result, expected)
-
-
-def _norms(op: str, stage: int, num_micro_steps: int) -> list[float]:
-    cfg = (
-        config(stage)
-        | STEPS
-        | {"gradient_accumulation_steps": num_micro_steps, "gradient_allreduce_op": op}
-    )
-    step = fzero.make_train_step(make(Plain), cfg)
-    _, metrics = step(step.init(), part(vectors(0), step.rank, step.world_size))
-    return [metrics.loss.item(), metrics.grad_norm.item()]
-
-
-@pytest.mark.parametrize("num_micro_steps", [1, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_gradients_may_be_added_up_over_the_ranks_and_are_averaged_over_micro_steps(
-    ranks: RankPool, stage: int, num_micro_steps: int
-) -> None:
-    for mean, total in zip(
-        *(ranks(2, _norms, op, stage, num_micro_steps) for op in ("mean", "sum")), strict=True
-    ):
-        assert total == [mean[0], 2 * mean[1]]  # exact: two is a power of two
 
 
 def _measured(stage: int, num_micro_steps: int) -> list[tuple[float, int]]:
@@ -313,67 +254,6 @@ def test_a_graph_is_read_only_where_a_backward_may_belong_to_several_forwards() 
     forwards.go_back(keeps=True)
     forwards.begin("train", frozenset())
     assert forwards.last_alone is None  # of this one, or of the graph that is kept?
-
-
-class Uneven(nn.Module):
-    """Uses `first` once or twice, and `rest` or not, as signs of the input say. `seen`
-    are the weights of `rest` that it got. From the second step on, a hook doubles a
-    gradient in each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.rest, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1)
-        self.seen: list[Tensor] = []
-        self.doubles = False
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = torch.tanh(self.first(x[:, :16]))
-        if self.doubles:
-            self.last.weight.register_hook(lambda grad: 2 * grad)  # type: ignore[no-untyped-call]
-        if x[0, 0] > 0:
-            h = torch.tanh(self.first(self.last.weight + h))
-        if x[0, 1] > 0:
-            h = self.rest(h)
-            self.seen.append(self.rest.weight)
-        return self.last(h).square().mean()
-
-
-@pytest.mark.parametrize("num_micro_steps", [2, 5])
-@pytest.mark.parametrize("stage", range(4))
-def test_forwards_of_a_step_that_share_parameters_give_the_bits_of_those_that_do_not(
-    stage: int, num_micro_steps: int
-) -> None:
-    model, xs = (
-        Uneven(),
-        torch.randn(4, num_micro_steps, 2, 16, generator=torch.Generator().manual_seed(1)),
-    )
-    cfg = config(stage) | {
-        "train_batch_size": 2 * num_micro_steps,
-        "gradient_accumulation_steps": num_micro_steps,
-    }
-    step, by_parts = (
-        fzero.make_train_step(model, cfg, units=["first", "rest", "last"]) for _ in range(2)
-    )
-    whole, parts = step.init(), by_parts.init()
-    for x in xs:
-        model.seen.clear()
-        y = x.new_zeros(len(x.flatten(0, 1)))
-        whole, _ = step(whole, (x.flatten(0, 1), y))
-        seen = list(model.seen)
-        window = by_parts.begin(parts)
-        for k in range(num_micro_steps):
-            loss = by_parts.forward(window, lambda x=x, k=k: model(x[k], None))
-            window = by_parts.backward(
-                window, loss, num_parts=num_micro_steps, is_last=k == num_micro_steps - 1
-            )
-        parts, _ = by_parts.update(window)
-        ours, theirs = step.gather(whole), by_parts.gather(parts)
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        model.doubles = True
-    assert stage == 3 or all(weight is seen[0] for weight in seen), (
-        "in stages 0 to 2 all forwards of a step get one tensor"
-    )
-    assert num_micro_steps == 2 or len(seen) > 1
 
 
 class Large(nn.Module):

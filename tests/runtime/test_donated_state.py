@@ -12,7 +12,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-from torch import Tensor
 from training import Plain, config, make, vectors
 
 import fzero
@@ -116,31 +115,3 @@ def test_a_step_that_raises_before_its_update_takes_nothing_and_one_that_raises_
             step(state, batch)
     with pytest.raises(ValueError, match=TAKEN):
         step(state, batch)
-
-
-def test_a_round_is_updated_once_and_not_after_an_error_ended_it() -> None:
-    step, batch = _alone()
-
-    def collect(state: Any) -> Any:
-        window = step.begin(state)
-        loss = step.forward(window, lambda: step.spec.model(*batch))
-        return step.backward(window, loss)
-
-    window, other = collect(state := step.init()), step.begin(state)
-    state, _ = step.update(window)
-    for again in (window, other):
-        with pytest.raises(ValueError, match=TAKEN):
-            step.update(again)
-
-    def fails() -> Tensor:
-        raise KeyError("no such batch")
-
-    window = collect(state)
-    with pytest.raises(KeyError):
-        step.forward(window, fails)
-    with pytest.raises(
-        RuntimeError, match=r"must be of a window that no error has ended.*begin another"
-    ):
-        step.update(window)
-    state, metrics = step.update(collect(state))
-    assert int(state.step) == 2 and metrics.loss.isfinite()

@@ -46,7 +46,7 @@ def stacked(trees: list[Any]) -> Any:
 def on_each(world_size: int, verb: Callable[..., Any], tree: Any, specs: Any) -> Any:
     """A verb on every one of stacked ranks."""
     ranks = fzero.comms.Stacked(world_size)
-    return ranks.each(lambda tree: verb(tree, specs, ranks.axis()))(tree)
+    return ranks.map(lambda tree: verb(tree, specs, ranks.axis()))(tree)
 
 
 def equal(found: Any, expected: Any) -> bool:
@@ -150,7 +150,7 @@ def test_all_gather_and_reduce_scatter_are_adjoint_and_gather_has_its_transpose(
         for n in (partition.shard_numel, partition.padded_numel, numel)
     )
     simulated = fzero.comms.Stacked(world_size)
-    on_stacked = simulated.each(partial(_is_adjoint, simulated.axis(), spec))(shards, fulls, grads)
+    on_stacked = simulated.map(partial(_is_adjoint, simulated.axis(), spec))(shards, fulls, grads)
     for left, right, transposed, reduced in (
         on_stacked,
         stacked(ranks(world_size, _adjoint_terms_of_a_rank, spec, shards, fulls, grads)),
@@ -205,7 +205,7 @@ def test_a_gathered_shard_has_the_gradients_of_all_ranks_and_a_full_leaf_that_of
     simulated = fzero.comms.Stacked(world_size)
     axis = simulated.axis()
     shards = on_each(world_size, fzero.shard, stacked([full] * world_size), specs)
-    assert equal(simulated.each(partial(_gradients, axis, specs))(shards, weights), expected)
+    assert equal(simulated.map(partial(_gradients, axis, specs))(shards, weights), expected)
 
 
 @given(spec_trees(), world_sizes(3))

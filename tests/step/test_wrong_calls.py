@@ -46,6 +46,82 @@ def with_state(call: Callable[[fzero.TrainStep, Any], Any]) -> Callable[[], Any]
     return run
 
 
+class Says(nn.Module):
+    """Returns what it is asked to, made from its weight."""
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.weight, self.answer = nn.Parameter(torch.ones(3)), answer
+
+    def forward(self, x: Any) -> Any:
+        return self.answer(self.weight * x)
+
+
+def says(answer: Callable[[Any], Any], **options: Any) -> Callable[[], Any]:
+    """A step of a model that returns this."""
+
+    def run() -> None:
+        for stage in (0, 3):
+            step = fzero.make_train_step(
+                Says(answer), CFG | {"zero_optimization": {"stage": stage}}, **options
+            )
+            step(step.init(), torch.ones(2, 3))
+
+    return run
+
+
+def frozen() -> None:
+    step = fzero.make_train_step(Says(lambda y: y.sum()).requires_grad_(False), CFG)
+    step(step.init(), torch.ones(2, 3))
+
+
+class Equal(nn.Linear):
+    """Its modules are equal by value, so PyTorch finds the first one only."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal) and self.in_features == other.in_features
+
+    def __hash__(self) -> int:
+        return hash(self.in_features)
+
+
+class EqualWithoutHash(nn.Linear):
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def dotted(kind: str, value: Any) -> nn.Module:
+    model = two()
+    getattr(model[0], f"_{kind}")["a.b"] = value
+    return model
+
+
+UNNAMED: dict[str, tuple[nn.Module, str]] = {
+    "equal modules": (
+        nn.Sequential(Equal(4, 4), Equal(4, 4)),
+        "'0' and '1' are equal by the __eq__ of Equal, so PyTorch",
+    ),
+    "no hashes": (
+        nn.Sequential(EqualWithoutHash(4, 4)),
+        "must have hashes, .*unhashable type: 'EqualWithoutHash'",
+    ),
+    **{
+        f"a {kind[:-1]} with a dot": (
+            dotted(kind, value),
+            rf"no dots, .* {kind[:-1]} 'a\.b' in 0 \(Linear\)",
+        )
+        for kind, value in (
+            ("parameters", nn.Parameter(torch.ones(4))),
+            ("buffers", torch.ones(4)),
+            ("modules", nn.Linear(4, 4)),
+        )
+    },
+}
+"""Models whose parts PyTorch does not find by their names."""
+
+
 def inside_its_own_forward() -> None:
     found: dict[str, Any] = {}
 
@@ -123,7 +199,75 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step_of(loss_fn=3),
         "loss_fn: must be a function of model and batch .*got 3",
     ),
+    # what a forward returns
+    **{
+        f"an output: {got}, {index}": (
+            says(answer),
+            rf"loss: Says's output must be a scalar tensor.* got {got}; pass loss_fn=",
+        )
+        for index, (answer, got) in enumerate(
+            [
+                (lambda y: y, r"a tensor of shape \(2, 3\)"),
+                (lambda y: y[:0], r"a tensor of shape \(0, 3\)"),
+                (lambda y: (y, y), r"a tensor of shape \(2, 3\)"),
+                *(
+                    (answer, "'NoneType'")
+                    for answer in (
+                        *(lambda y: {"logits": y}, lambda y: (), lambda y: y.sum().item()),
+                        *(lambda y: "loss", lambda y: None),
+                    )
+                ),
+            ]
+        )
+    },
+    "a loss of rows": (
+        says(lambda y: y, loss_fn=lambda model, batch: model(batch)),
+        r"loss: loss_fn must be a scalar tensor.* got a tensor of shape \(2, 3\)",
+    ),
+    "a detached loss": (
+        says(lambda y: y.detach().sum()),
+        "loss: Says's output must depend on a trainable parameter and does not",
+    ),
+    "a constant loss": (
+        says(lambda y: torch.tensor(1.0)),
+        "loss: Says's output must depend on a trainable parameter and does not",
+    ),
+    "a frozen model": (
+        frozen,
+        "loss: .* must depend on a trainable parameter and does not; unfreeze one",
+    ),
+    "no parameters": (
+        lambda: fzero.make_train_step(nn.ReLU(), CFG),
+        "make_train_step: ReLU has no parameters",
+    ),
+    **{
+        f"{name}, {index}": (lambda use=use, model=model: use(model), f"model: .*{words}")
+        for name, (model, words) in UNNAMED.items()
+        for index, use in enumerate(
+            (
+                lambda model: fzero.plan(model, CFG),
+                lambda model: fzero.make_train_step(model, CFG),
+                lambda model: fzero.initialize(model=model, config=CFG),
+            )
+        )
+    },
     # names and groups
+    "units that are not there": (
+        lambda: step_of(units=["0", r"layers.*"]),
+        r"units: 'layers\.\*' must match a module with parameters .*names look like 0, 1",
+    ),
+    "stage 4": (
+        lambda: fzero.make_train_step(two(), {"zero_optimization": {"stage": 4}}),
+        "zero_optimization.stage: must be 0, 1, 2 or 3, got 4",
+    ),
+    **{
+        f"{world_size} ranks to {index}": (
+            lambda use=use, world_size=world_size: use(two(), CFG, world_size=world_size),
+            f"world_size: must be a positive integer, got {world_size!r}; say how many ranks",
+        )
+        for world_size in (0, -1, True, 2.0)
+        for index, use in enumerate((fzero.plan, fzero.estimation.compare_plans))
+    },
     "units as a string": (
         lambda: step_of(units="blocks.*"),
         r"units: must be a list of names, got 'blocks\.\*'; pass \['blocks",
@@ -131,10 +275,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "units as a letter": (
         lambda: fzero.plan(two(), CFG, units="0"),
         r"units: must be a list of names, got '0'; pass \['0'\]",
-    ),
-    "no rank": (
-        lambda: fzero.plan(two(), CFG, world_size=0),
-        "world_size: must be a positive integer, got 0; say how many ranks",
     ),
     "units as numbers": (
         lambda: step_of(units=[0, 1]),

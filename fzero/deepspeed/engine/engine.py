@@ -235,12 +235,12 @@ class Engine(nn.Module):
         with torch.enable_grad():  # the caller may run the backward inside no_grad
             scalar = loss.reshape(())
             scaled = scaled_loss(step.runtime, window, scalar)
-            visits = visits_of(scaled, window.work)
+            visits = visits_of(scaled, window.forward_backward)
             with (
                 self._collects(
                     visits, scalar, keeps=retain_graph, num_parts=parts, passing=passing
                 ),
-                self.outside_grads.expected(window.work, scaled),
+                self.outside_grads.expected(window.forward_backward, scaled),
             ):
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
         return loss.detach() / parts
@@ -393,7 +393,7 @@ class Engine(nn.Module):
 
         try:
             with optimizer.state.keeping(without):
-                window.work.forwards.no_grad_names |= without
+                window.forward_backward.forwards.no_grad_names |= without
                 check_window(window)
                 collected = collect(step.runtime, window)
                 self.state, self.metrics = end(step.runtime, collected, sees=sees)
@@ -450,7 +450,7 @@ class Engine(nn.Module):
         """
         if not self._runs_parts or self.held_module.is_inside or self.open_window is None:
             return None
-        work = self.open_window.work
+        work = self.open_window.forward_backward
         return (
             work
             if work.status == "running" and work.forwards.of_node.run not in RUNS.values()
@@ -509,7 +509,7 @@ class Engine(nn.Module):
                     window, call, run=run, no_grad_names=no_grad_names
                 )
                 self.held_module.show_buffers()
-            self._direct.watch(window.work, outputs)
+            self._direct.watch(window.forward_backward, outputs)
             return outputs
 
     def _no_grad_names(self) -> frozenset[str]:
@@ -528,9 +528,9 @@ class Engine(nn.Module):
             self.open_window = window = step.begin(
                 self.state, measures_early=not shows(step, are_reduced=True)
             )
-            window.work.forwards.no_grad_names = no_grad_names
+            window.forward_backward.forwards.no_grad_names = no_grad_names
             step.runtime.learned.leaves_out_params |= bool(no_grad_names)
-            self._direct.watch(window.work, ())
+            self._direct.watch(window.forward_backward, ())
             self.held_module.show_buffers()
         return self.open_window
 
@@ -552,14 +552,14 @@ class Engine(nn.Module):
             if name in self.grads.given or runtime.changes.views:
                 raise not_trained(name)
             return False
-        if self.open_window is None or self.open_window.work.status == "idle":
+        if self.open_window is None or self.open_window.forward_backward.status == "idle":
             if any(engine.is_collecting for engine in ENGINES if engine is not self):
                 return True
             with torch.enable_grad():  # autograd runs without
                 window = self._opened(self._no_grad_names())
-            self._direct.begin(window.work)
+            self._direct.begin(window.forward_backward)
         assert self.open_window is not None
-        self.outside_grads.add(self.open_window.work, name, grad)
+        self.outside_grads.add(self.open_window.forward_backward, name, grad)
         return True
 
     @property
@@ -567,7 +567,7 @@ class Engine(nn.Module):
         """Whether `backward` runs."""
         return (
             self.open_window is not None
-            and self.open_window.work.status == "running"
+            and self.open_window.forward_backward.status == "running"
             and not self._direct.is_open
         )
 
@@ -578,7 +578,7 @@ class Engine(nn.Module):
         """`_collects` for a backward that the script has started."""
         with self._collects(visits, loss, keeps=keeps):
             assert self.open_window is not None
-            self.outside_grads.expect(self.open_window.work)
+            self.outside_grads.expect(self.open_window.forward_backward)
             yield
 
     def _inspect(self, step: TrainStep, call: Callable[[], T], *, run: str, keeps: bool) -> T:
@@ -604,7 +604,7 @@ class Engine(nn.Module):
         open_ = [
             engine for engine in ENGINES if engine is not self and engine.open_window is not None
         ]
-        others = {id(engine.open_window.work): engine for engine in open_}
+        others = {id(engine.open_window.forward_backward): engine for engine in open_}
         with ExitStack() as stack:
             for engine in (
                 [others[id(work)] for work in works_of(loss) if id(work) in others]

@@ -67,7 +67,9 @@ class Layouts:
         known = starts_of(engine.train_step.plan)
         no_grad_names = frozenset(known.keys() - wanted)
         rests = (
-            no_grad_names if window is None else no_grad_names & window.work.forwards.no_grad_names
+            no_grad_names
+            if window is None
+            else no_grad_names & window.forward_backward.forwards.no_grad_names
         )
         if not wanted <= known.keys() or self._cut_by(rests):
             changed = sorted(wanted - known.keys()) or sorted(no_grad_names)

@@ -44,7 +44,7 @@ class LiveGrads:
         """
         if not shows(step, are_reduced=are_reduced):
             return
-        no_grad_names, own = window.work.forwards.no_grad_names, self._live.own
+        no_grad_names, own = window.forward_backward.forwards.no_grad_names, self._live.own
         for name, view in _views(step, window):
             param = own[name]
             if param.requires_grad and name not in no_grad_names:

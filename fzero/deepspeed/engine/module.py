@@ -402,7 +402,7 @@ class HeldModule:
         window, self.engine.open_window = self.engine.open_window, None
         self.grads.take()
         if window is not None:
-            window.work.close()
+            window.forward_backward.close()
             self.engine.state = self.engine.state._replace(buffers=window.buffers)
             self.show_buffers()
 
