@@ -193,10 +193,9 @@ def update_together(
     states: Sequence[Any],
 ) -> list[Any]:
     """The updates of several flat tensors, each with its own transform, in place; their
-    new states.
+    new states. Owners of whole matrices are called for all together.
 
-    Owners of whole matrices are called for all together. *Collective* for transforms
-    that are not elementwise; see each for what it sends.
+    *Collective* for transforms that are not elementwise; each says what it sends.
     """
     given = zip(transforms, grads, params, states, strict=True)
     updated = run_together([transform.start(*of) for transform, *of in given])
