@@ -85,7 +85,7 @@ class Found:
 
 def find(
     name: str, sizes: dict[str, int], *, world_size: int, stage: int, context: int = CONTEXT
-) -> tuple[Found, fzero.graph.Timeline]:
+) -> tuple[Found, fzero.graph.StepTimeline]:
     with torch.device("meta"):
         model = LlamaForCausalLM(
             LlamaConfig(vocab_size=32000, use_cache=False, tie_word_embeddings=False, **sizes)

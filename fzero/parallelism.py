@@ -20,10 +20,10 @@ from sharding import Mesh
 
 if TYPE_CHECKING:
     from fzero.estimation.pipelines import PipelinePlan
-    from fzero.graph.timeline import Timeline
+    from fzero.graph.timeline import StepTimeline
     from fzero.plans.machine_model import MachineModel
 
-    Explained = Timeline | PipelinePlan
+    Explained = StepTimeline | PipelinePlan
 
 
 class DataParallel:

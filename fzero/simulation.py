@@ -465,8 +465,8 @@ class VmapRanks(LockstepRanks):
                 raise VmapError(
                     f"{reason}; by='lockstep' runs any model, and reports other errors"
                 ) from error
-        # The iterator's micro-batches are taken already. An error in lockstep, too, is not vmap's,
-        # and is raised unchanged.
+        # A list, because vmap has already taken the iterator's micro-batches. If lockstep fails,
+        # too, vmap was not the cause, so its error is raised unchanged.
         result = self._in_turn(state, iter(micro_batches))
         warnings.warn(f"{reason}; the ranks run in lockstep, which takes longer", stacklevel=2)
         self._runs_by = "lockstep"

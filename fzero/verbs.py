@@ -35,7 +35,7 @@ several axes F·S, F shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -48,6 +48,7 @@ from fzero.comms.comm_hooks import Sending, State
 from fzero.comms.mesh import AxisMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label
+from fzero.optim.owner_calls import run_together
 from fzero.optim.transforms import Transform
 from fzero.plans.dataflow import CommHooks, along
 from fzero.plans.flat_params import FlatParamPlan
@@ -183,6 +184,23 @@ def optimizer_update(
     )
     new_params, new_states = transform.update_each(grad_leaves, param_leaves, state_leaves)
     return treespec.unflatten(new_params), treespec.unflatten(new_states)
+
+
+def update_together(
+    transforms: Sequence[Transform],
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    states: Sequence[Any],
+) -> list[Any]:
+    """The updates of several flat tensors, each with its own transform, in place; their
+    new states.
+
+    Owners of whole matrices are called for all together. *Collective* for transforms
+    that are not elementwise; see each for what it sends.
+    """
+    given = zip(transforms, grads, params, states, strict=True)
+    updated = run_together([transform.start(*of) for transform, *of in given])
+    return [state for _, _, state in updated]
 
 
 # --- the verbs of a flat buffer, with which a step sends ------------------------------------------

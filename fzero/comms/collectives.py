@@ -70,6 +70,7 @@ class GraphAxis(Protocol):
     def reduce_scatter(self, full_P: Tensor) -> Tensor: ...
     def all_reduce(self, full_P: Tensor) -> Tensor: ...
     def all_to_all(self, rows_WN: Tensor) -> Tensor: ...
+    def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor: ...
     def stack(self, x: Tensor) -> Tensor: ...
 
 
@@ -224,6 +225,46 @@ def start_all_to_all(
         return arrived_WN
 
     return Pending(label, works, finish, arrived_WN)
+
+
+def start_exchange(
+    x: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    axis: Axis,
+    *,
+    label: Label = OTHER,
+) -> Pending:
+    """Starts to send `sent[r]` elements of `x` to each rank r, those for rank 0 first.
+    The result holds `received[r]` elements of each rank, in rank order.
+
+    *Collective:* every rank of `axis`, with sizes that fit; each sends the elements
+    that are not for itself.
+    """
+    _check_constant("start_exchange", x)
+    if not isinstance(axis, RankAxis):
+        return _in_graph(lambda own: axis.exchange(own, list(sent), list(received)), x, label)
+    if axis.size == 1:
+        return _without_sending(label, x, None)
+    num_sent = sum(sent) - sent[axis.rank]
+    _report(axis, "exchange", label, num_sent, x)
+    arrived = x.new_empty(sum(received))
+    if isinstance(axis, ProcessAxis) and x.is_cuda:
+        started = _start(label, dist.all_to_all_single, arrived, x, [*received], [*sent], axis=axis)
+        return Pending(label, started, None, arrived, (x,))
+    out, into = torch.split(x, list(sent)), torch.split(arrived, list(received))
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
+    works = _swap(
+        {rank: into[rank] for rank in others if received[rank]},
+        {rank: out[rank] for rank in others if sent[rank]},
+        axis,
+    )
+
+    def finish() -> Tensor:
+        into[axis.rank].copy_(out[axis.rank])
+        return arrived
+
+    return Pending(label, works, finish, arrived)
 
 
 def start_all_reduce(

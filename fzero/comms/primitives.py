@@ -77,6 +77,13 @@ class OverRanks(ABC):
     def all_to_all(self, rows_WN: Tensor) -> Tensor:
         return all_to_all(rows_WN.flatten(-2), self).view(rows_WN.shape)
 
+    def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Refused: the tensors of stacked ranks have equal shapes."""
+        raise ValueError(
+            f"exchange: ranks must not be a dimension of tensors, whose sizes differ between "
+            f"ranks, got {self}; use ranks in processes or in lockstep"
+        )
+
     def stack(self, x: Tensor) -> Tensor:
         """The small tensors of all ranks along a new first dimension."""
         return all_gather(x.reshape(-1), self).view(self.size, *x.shape)

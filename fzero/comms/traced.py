@@ -93,6 +93,14 @@ class TracedAxis:
             return rows_WN
         return self._all_to_all(rows_WN.reshape(-1)).view(rows_WN.shape)
 
+    def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """`sent[r]` elements for each rank r -> `received[r]` elements of each, in rank
+        order. *Collective:* sends the elements that are not for this rank.
+        """
+        if self.size == 1:
+            return x
+        return _wait(_ops.all_to_all_single(x, received, sent, self.group_name))
+
     def _all_to_all(self, x: Tensor) -> Tensor:
         numels = [x.numel() // self.size] * self.size
         return _wait(_ops.all_to_all_single(x, numels, numels, self.group_name))

@@ -16,6 +16,8 @@ from fzero.config.fields import Beta, Block, ConfigError, Rate, problems_of
 if TYPE_CHECKING:
     from fzero.optim.fragments import ShardContents
     from fzero.optim.transforms import Transform
+    from sharding import FlatLayout
+    from sharding.owners import Matrices
 
 
 class MomentParams(Block):
@@ -55,6 +57,8 @@ class UpdateRules(NamedTuple):
     """The update rules, one of which a transform must get."""
     of_wholes: frozenset[str] = frozenset()
     """The update rules that look at full parameters."""
+    matrices: Callable[[Any, FlatLayout, str], Matrices | None] = lambda block, layout, kind: None
+    """The matrices of a block, a layout and an update rule that each have one owner."""
 
 
 class OptimizerBlock(Block):
@@ -83,6 +87,10 @@ class OptimizerBlock(Block):
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         """The update rule of a parameter."""
         return self.rules.of(name, shape)
+
+    def matrices(self, layout: FlatLayout, kind: str) -> Matrices | None:
+        """The matrices of a flat buffer that are computed by one owner each, if any."""
+        return self.rules.matrices(self, layout, kind)
 
     def transform(
         self,

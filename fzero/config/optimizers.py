@@ -20,9 +20,11 @@ from fzero.config.optimizer_block import (
     UpdateRules,
 )
 from fzero.optim.torch_classes import classes, find
+from sharding.owners import Matrices, matrices_of
 
 if TYPE_CHECKING:
     from fzero.optim.transforms import Transform
+    from sharding import FlatLayout
 
 
 class AdamParams(MomentParams):
@@ -201,8 +203,15 @@ def _muon(block: Muon, values: dict[str, Any], kind: str) -> Transform:
     return optim.muon(lr, **{key: values[key] for key in taken})
 
 
+def _matrices_of_muon(block: Muon, layout: FlatLayout, kind: str) -> Matrices | None:
+    dtype = "bfloat16" if block.params.ns_method == "standard" else "float32"
+    return Matrices(matrices_of(layout), dtype, dtype) if kind == "muon" else None
+
+
 class Muon(OptimizerBlock):
-    rules: ClassVar = UpdateRules(_muon, _rule_of_muon, ("muon", "adam"), frozenset({"muon"}))
+    rules: ClassVar = UpdateRules(
+        _muon, _rule_of_muon, ("muon", "adam"), frozenset({"muon"}), _matrices_of_muon
+    )
     type: Literal["Muon"] = "Muon"
     params: MuonParams = MuonParams()
 

@@ -24,7 +24,6 @@ from importlib import import_module, util
 from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from pkgutil import walk_packages
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -41,12 +40,11 @@ PYTHON = "FZERO_PYTHON"
 @cache
 def own_modules() -> frozenset[str]:
     """The modules of DeepSpeed of which fzero has its own, `fzero.` before their names."""
-    package = import_module(OWN)
-    found = {
-        info.name.removeprefix("fzero.") for info in walk_packages(package.__path__, f"{OWN}.")
-    }
+    folder = Path(__file__).parent
+    files = (path.relative_to(folder).with_suffix("").parts for path in folder.rglob("*.py"))
+    found = {".".join(part for part in (ROOT, *parts) if part != "__init__") for parts in files}
     found |= {f"{ROOT}.{name}" for name in EXPORTS}
-    return frozenset({ROOT} | {name for name in found if name in modules()})
+    return frozenset(name for name in found if name in modules())
 
 
 def find(module: str, name: str) -> Any:
@@ -120,6 +118,8 @@ def fall_back(module: ModuleType, theirs: str) -> None:
                 return before(name)
             except AttributeError as raised:
                 error = raised
+        if f"{theirs}.{name}" in own_modules():  # bound in DeepSpeed, which imports it
+            return import_module(f"fzero.{theirs}.{name}")
         if origin(theirs, name) is None:
             raise error
         return find(theirs, name)
@@ -127,6 +127,25 @@ def fall_back(module: ModuleType, theirs: str) -> None:
     module.__getattr__ = __getattr__  # type: ignore[method-assign]
     if submodules(theirs) and "__path__" not in vars(module):
         module.__path__ = []  # DeepSpeed has a package here, whose modules are then stand-ins
+
+
+class NamedModule(Loader):
+    """Loads a module of fzero's as `loader` does, and gives it the other names of
+    DeepSpeed's module.
+    """
+
+    def __init__(self, loader: Loader, theirs: str) -> None:
+        self.loader, self.theirs = loader, theirs
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        fall_back(module, self.theirs)
+
+    def __getattr__(self, name: str) -> Any:  # its source, its resources
+        return getattr(self.loader, name)
 
 
 class OwnModule(Loader):
@@ -176,29 +195,28 @@ class MissingModule(Loader):
 
 
 class Finder(MetaPathFinder):
-    """Finds `deepspeed` and the modules below it."""
+    """Finds `deepspeed` and the modules below it, and fzero's modules of these names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != ROOT and not fullname.startswith(f"{ROOT}."):
-            return None
-        own = _own_name(fullname)
-        if own is not None:
-            return util.spec_from_loader(fullname, OwnModule(own), is_package=True)
-        if fullname in modules():
+        if fullname.startswith(f"{OWN}."):
+            theirs = fullname.removeprefix("fzero.")
+            return self._named(fullname, path, theirs) if theirs in own_modules() else None
+        if fullname in own_modules():
+            return util.spec_from_loader(fullname, OwnModule(f"fzero.{fullname}"), is_package=True)
+        if fullname.startswith(f"{ROOT}.") and fullname in modules():
             return util.spec_from_loader(
                 fullname, MissingModule(), is_package=modules()[fullname].is_package
             )
         return None
 
-
-def _own_name(theirs: str) -> str | None:
-    """fzero's module for a module of DeepSpeed's name."""
-    own = f"fzero.{theirs}"
-    try:
-        return own if theirs in modules() and util.find_spec(own) is not None else None
-    except ModuleNotFoundError:  # fzero has no such package above it
+    def _named(self, fullname: str, path: Sequence[str] | None, theirs: str) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path)) is not None:
+                if spec.loader is not None:
+                    spec.loader = NamedModule(spec.loader, theirs)
+                return spec
         return None
 
 
@@ -227,9 +245,11 @@ def install(*, announce: bool | None = None) -> None:
             f"script with fzero run --as-deepspeed"
         )
     sys.meta_path.insert(0, Finder())
+    import_module(OWN)
     for theirs in own_modules():
-        fall_back(module := import_module(f"fzero.{theirs}"), theirs)
-        sys.modules[theirs] = module
+        if (module := sys.modules.get(f"fzero.{theirs}")) is not None:
+            fall_back(module, theirs)
+            sys.modules[theirs] = module
     inherited = str(FOLDER) in os.environ.get("PYTHONPATH", "").split(os.pathsep)
     _extend_paths()
     if (not inherited if announce is None else announce) and os.environ.get("RANK", "0") == "0":

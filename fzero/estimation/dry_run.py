@@ -20,17 +20,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fzero.common.optional import package
 from fzero.common.text_tables import scale_of
+from fzero.common.timelines import Timeline, draw_timelines
 from fzero.estimation.activation_trace import ActivationTrace
 from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_update import update
 from fzero.estimation.ledger import Device, MemoryLedger, MemorySample
 from fzero.estimation.unit_events import order_of, parts_of
 from fzero.graph.liveness import Liveness
-from fzero.graph.timeline import Timeline
+from fzero.graph.timeline import StepTimeline
 from fzero.model.transforms import Size
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan
@@ -59,7 +59,7 @@ class DryRun:
 
     memory: dict[str, dict[str, int]]
     rows: tuple[MemorySample, ...] = field(repr=False)
-    timeline: Timeline = field(repr=False)
+    timeline: StepTimeline = field(repr=False)
     further_seconds: float
     host_pool: int
     host_gaps: int
@@ -119,45 +119,20 @@ class DryRun:
         """A picture of the bytes on the device over the step, with the peak. Needs
         matplotlib (extra `pictures`).
         """
-        figures = package("matplotlib", needed_by="dry_run(…).draw()", module="matplotlib.figure")
-        scale, unit = scale_of(self.nbytes)
-        figure: Figure = figures.Figure(figsize=(11, 4.2), layout="constrained")
-        axes = figure.subplots()
-        held = [self.state | row.held for row in self.rows]
-        names = [name for name in COLORS if any(one.get(name) for one in held)]
-        heights = [[one.get(name, 0) / scale for one in (*held, held[-1])] for name in names]
-        colors = [COLORS[name] for name in names]
-        axes.stackplot(
-            range(len(held) + 1), heights, step="post", colors=colors, linewidth=0, labels=names
+        rows = [self.state | row.held for row in self.rows]
+        names, labels = [""] + [row.label for row in self.rows], enumerate(self.rows)
+        timeline = Timeline(
+            end=len(rows),
+            colors=COLORS,
+            held={name: [row.get(name, 0) for row in rows] for name in COLORS},
+            times=range(len(rows)),
+            phases=[(row.label, i) for i, row in labels if row.label != names[i]],
+            title=title,
+            time="",
+            bytes="{unit} on the device",
+            peak=self.peak.label,
         )
-        index = self.rows.index(self.peak)
-        axes.plot(
-            [index + 0.5], [self.nbytes / scale], "v", color="black", markersize=6, clip_on=False
-        )
-        side: dict[str, Any] = {"ha": "right"} if index > len(held) / 2 else {}
-        text = f"{self.nbytes / scale:.3g} {unit}, {self.peak.label} "
-        axes.annotate(
-            text,
-            (index + 0.5, self.nbytes / scale),
-            (0, 8),
-            textcoords="offset points",
-            fontsize=9,
-            **side,
-        )
-        ticks = [
-            i for i, row in enumerate(self.rows) if i == 0 or row.label != self.rows[i - 1].label
-        ]
-        few = ticks[:: -(-len(ticks) // 40)]
-        axes.set_xticks(few, [self.rows[i].label for i in few], rotation=60, ha="right", fontsize=7)
-        axes.set(
-            xlim=(0, len(held)),
-            ylim=(0, 1.12 * self.nbytes / scale),
-            ylabel=f"{unit} on the device",
-        )
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-        figure.legend(reverse=True, loc="outside right upper", frameon=False, fontsize=8)
-        return figure
+        return draw_timelines([timeline], needed_by="dry_run(…).draw()")
 
 
 def dry_run(
@@ -217,11 +192,11 @@ def _on_device(memory: dict[str, dict[str, int]], device: Device) -> dict[str, i
     return {name: sum(held.get(name, 0) for held in kinds) for held in kinds for name in held}
 
 
-def _timeline(ledger: MemoryLedger, state: int, title: str) -> Timeline:
+def _timeline(ledger: MemoryLedger, state: int, title: str) -> StepTimeline:
     labels, times, held = zip(*ledger.rows, strict=True)
     gathered = tuple(one.get("gathers", 0) for one in held)
     live = Liveness(labels, tuple(sum(one.values()) for one in held), gathered, gathered, state)
-    return Timeline(tuple(ledger.lanes.spans), times, live, title)
+    return StepTimeline(tuple(ledger.lanes.spans), times, live, title)
 
 
 COLORS = {

@@ -273,7 +273,7 @@ def recomputed(
 
 
 def pipeline_config(cfg: Any) -> Config:
-    """The configuration of a planned pipeline; without a ZeRO stage it is 1.
+    """The configuration of a planned pipeline, in ZeRO stage 1 unless `cfg` names another.
 
     Raises:
         ConfigError: the stage is 2.

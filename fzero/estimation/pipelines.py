@@ -30,6 +30,7 @@ from rich.table import Table
 from torch import nn
 
 from fzero.common.text_tables import as_text, scale_of, shown
+from fzero.common.timelines import draw_timelines
 from fzero.config.config import ConfigError
 from fzero.config.files import changed
 from fzero.estimation.activation_trace import Activations
@@ -45,8 +46,7 @@ from fzero.estimation.pipeline_layers import (
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder
 from fzero.pipeline.partition import Bounds, check_bounds, partition_by_cost
-from fzero.pipeline.picture import draw_timeline
-from fzero.pipeline.timeline import PipelineTimeline, chunk_costs, predict
+from fzero.pipeline.timeline import PipelineTimeline, chunk_costs, drawn, predict
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.units import blocks_of
 from fzero.runtime.step_runtime import StepRuntime
@@ -148,7 +148,9 @@ class PipelinePlan:
         """The picture of the order on these costs: stages by time. Needs matplotlib
         (extra `pictures`).
         """
-        return draw_timeline(self.timeline, after=self.reduces)
+        return draw_timelines(
+            [drawn(self.timeline, self.reduces)], needed_by="the picture of a pipeline"
+        )
 
     def __rich__(self) -> Group:
         timeline, order = self.timeline, self.order

@@ -11,14 +11,14 @@ from fzero.common.doors import door
 if TYPE_CHECKING:
     from fzero.graph import blocks as blocks, explain as explain, program as program
     from fzero.graph.schedule import CompileError as CompileError
-    from fzero.graph.timeline import Timeline as Timeline
+    from fzero.graph.timeline import StepTimeline as StepTimeline
     from fzero.plans.machine_model import MachineModel as MachineModel
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
             "schedule": "CompileError",
-            "timeline": "Timeline",
+            "timeline": "StepTimeline",
             ".plans.machine_model": "MachineModel",
             # importing Dynamo takes longer than all of fzero
             "": "blocks explain program",

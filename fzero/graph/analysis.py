@@ -285,12 +285,12 @@ def sending_updates(graph: Graph) -> set[Node]:
         for node in graph.nodes
         if is_collective(node) and (label := label_of(node))
     }
-    if not {"optimizer", "momentum"} & set(purposes.values()):
+    if not {"optimizer", "owners"} & set(purposes.values()):
         return set()
     found = {
         node
         for node, purpose in purposes.items()
-        if purpose in ("optimizer", "momentum", "all_gather_params")
+        if purpose in ("optimizer", "owners", "all_gather_params")
     }
     for node in graph.nodes:
         if node.op == "call_function" and any(arg in found for arg in node.all_input_nodes):

@@ -12,7 +12,7 @@ import torch
 from fzero.comms.records import CommRecord
 from fzero.graph.remat import rematerialise
 from fzero.graph.schedule import PassOptions, run_passes
-from fzero.graph.timeline import Along, Timeline, make_timeline
+from fzero.graph.timeline import Along, StepTimeline, make_timeline
 from fzero.graph.traffic import sent_in
 from fzero.plans.machine_model import MachineModel
 
@@ -44,6 +44,8 @@ class Captured(NamedTuple):
         """One record per collective and flat buffer, in order."""
         return sent_in(self.graph, self.axes)
 
-    def timeline(self, machine: MachineModel | None = None, *, title: str = "one step") -> Timeline:
+    def timeline(
+        self, machine: MachineModel | None = None, *, title: str = "one step"
+    ) -> StepTimeline:
         """The timeline of the graph in its present order."""
         return make_timeline(self.graph, machine, axes=self.axes, title=title)

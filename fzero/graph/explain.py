@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fzero.common.arguments import check_kind
 from fzero.graph.program import GraphProgram
-from fzero.graph.timeline import Timeline, joined, make_timeline
+from fzero.graph.timeline import StepTimeline, joined, make_timeline
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
 
@@ -42,7 +42,7 @@ def trace(step: Explained, batch: Any) -> list[Captured]:
     return program.trace(step.runtime, micro_batches)
 
 
-def explain(step: Explained, batch: Any, *, machine: MachineModel | None) -> Timeline:
+def explain(step: Explained, batch: Any, *, machine: MachineModel | None) -> StepTimeline:
     """See `TrainStep.explain`."""
     check_kind(
         "machine",

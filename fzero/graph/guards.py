@@ -111,7 +111,7 @@ class Guard:
     def __init__(self) -> None:
         self._values: list[tuple[Place, Any]] = []
         self._holdings: list[Holding] = []
-        # most dicts of a module are, those of hooks above all
+        # the dicts that were empty, as most of a module's are (its hooks)
         self._empty: list[tuple[str, dict[Any, Any]]] = []
         # keyed by id(); the values keep the objects alive, so no id is reused
         self._followed: dict[int, Any] = {}

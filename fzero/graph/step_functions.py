@@ -15,7 +15,7 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,13 @@ from fzero.runtime.finish import Outcome, finish, norm_parts
 from fzero.runtime.module_buffers import agreed_buffers, range_places
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
-from fzero.verbs import optimizer_update, start_join, start_reduce_scatter_grads, start_sum_replicas
+from fzero.verbs import (
+    optimizer_update,
+    start_join,
+    start_reduce_scatter_grads,
+    start_sum_replicas,
+    update_together,
+)
 from sharding.views import torch_dtype
 
 State = TrainState[Tensor]
@@ -208,7 +214,9 @@ class StepFunctions:
         outcome, skip, factor = finish(self._rules, rows_A, parts, state.loss_scale, is_sum=is_sum)
         assert skip is not None
         transform_of, repeats = self._transforms(), Repeats()
-        for flat in self._trained:
+        wholes = [flat for flat in self._trained if not flat.elementwise]
+        self._update_wholes(wholes, state, reduced, skip, factor, transform_of)
+        for flat in (flat for flat in self._trained if flat.elementwise):
             self._update_flat(flat, state, reduced[flat.key], skip, factor, transform_of, repeats)
         self._agree(state.buffers)
         return outcome._replace(loss_scale=LossScale(*(x.clone() for x in outcome.loss_scale)))
@@ -276,13 +284,7 @@ class StepFunctions:
         transform_of: Callable[..., Transform],
         repeats: Repeats,
     ) -> None:
-        param = state.params[flat.key]
-        updated = (
-            self._ranks.own(param, flat.shard_numel).clone() if flat.flow.joins_over else param
-        )
-
-        kept, out = (state.master[flat.key], updated) if flat.has_master else (updated, None)
-        start = self._ranks.place(flat.shard_numel) if flat.flow.updates == "shard" else 0
+        updated, kept, out, start = self._part(flat, state)
 
         def update(
             grad: Tensor, kept: Tensor, optimizer: Any, start: int, *numbers: Tensor | None
@@ -299,9 +301,50 @@ class StepFunctions:
             repeats(write, written, kind=self._kinds[flat.key])
 
         self._ranks.in_turn(update, grad, kept, state.optimizer[flat.key], start, skip, factor, out)
+        self._join(flat, state, updated)
+
+    def _update_wholes(
+        self,
+        flats: Sequence[FlatParamPlan],
+        state: State,
+        reduced: Mapping[str, Tensor],
+        skip: Tensor,
+        factor: Tensor | None,
+        transform_of: Callable[..., Transform],
+    ) -> None:
+        """Updates together the flat buffers whose elements depend on each other."""
+        parts = [self._part(flat, state) for flat in flats]
+        transforms = [
+            transform_of(flat, mesh=self._graph, start=start, skip=skip, factor=factor, out=out)
+            for flat, (_, _, out, start) in zip(flats, parts, strict=True)
+        ]
+        grads = [reduced[flat.key] for flat in flats]
+        kept, optimizers = (
+            [kept for _, kept, _, _ in parts],
+            [state.optimizer[flat.key] for flat in flats],
+        )
+        update_together(transforms, grads, kept, optimizers)
+        for flat, (updated, *_) in zip(flats, parts, strict=True):
+            self._join(flat, state, updated)
+
+    def _part(self, flat: FlatParamPlan, state: State) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+        """This rank's part of the parameters, the tensor that is updated, where the new
+        parameters are written besides, and the first element of the part.
+        """
+        param = state.params[flat.key]
+        updated = (
+            self._ranks.own(param, flat.shard_numel).clone() if flat.flow.joins_over else param
+        )
+        kept, out = (state.master[flat.key], updated) if flat.has_master else (updated, None)
+        start = self._ranks.place(flat.shard_numel) if flat.flow.updates == "shard" else 0
+        return updated, kept, out, start
+
+    def _join(self, flat: FlatParamPlan, state: State, updated: Tensor) -> None:
+        """Gathers the updated parts where every rank holds all parameters."""
         if flat.flow.joins_over:
             label = Label("all_gather_params", flat.key)
-            param.copy_(start_join(updated, flat, self._graph, label=label).wait())
+            joined = start_join(updated, flat, self._graph, label=label).wait()
+            state.params[flat.key].copy_(joined)
 
     def _norm_parts(self, reduced: dict[str, Tensor]) -> Tensor:
         own = (

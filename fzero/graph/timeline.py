@@ -1,5 +1,5 @@
-"""`Timeline`: when each node of a step's graph runs, by a simple model of the machine,
-and the bytes alive meanwhile.
+"""`StepTimeline`: when each node of a step's graph runs, by a simple model of the
+machine, and the bytes alive meanwhile.
 
 In the model, one *lane* computes and one communicates. A node takes its floating point
 operations at a given rate or the bytes that it reads and writes at a given bandwidth,
@@ -15,18 +15,18 @@ more: copies to and from host memory, and files.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from rich.console import Group
 from rich.table import Table
 from torch.fx import Graph, Node
 
 from fzero.common.notebooks import as_html
-from fzero.common.optional import package
 from fzero.common.text_tables import as_text
+from fzero.common.timelines import Event, Timeline, draw_timelines
 from fzero.graph.analysis import analyse
 from fzero.graph.liveness import Liveness, liveness
 from fzero.graph.nodes import (
@@ -130,7 +130,7 @@ class Lanes:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class StepTimeline:
     """The timeline of a step's graph. `print(timeline)` shows a table,
     `timeline.draw()` a picture.
 
@@ -193,14 +193,33 @@ class Timeline:
     def _repr_html_(self) -> str:
         return as_html(self, self.draw)
 
-    def draw(self, *others: Timeline) -> Figure:
+    def draw(self, *others: StepTimeline) -> Figure:
         """A picture: a lane for compute, a lane for collectives, below them the bytes
         alive. Needs matplotlib (extra `pictures`).
 
         The other timelines are drawn on the same scales.
         """
-        figure: Figure = _draw([self, *others])
-        return figure
+        timelines = [one.as_timeline() for one in (self, *others)]
+        return draw_timelines(timelines, needed_by="explain().draw()")
+
+    def as_timeline(self) -> Timeline:
+        """The value that is drawn."""
+        events, live = tuple(_events(self.spans)), self.liveness
+        used = {event.lane for event in events}
+        lanes = ["compute", "collectives", *(x for x in ("host", "back", "files") if x in used)]
+        rest = [every - gathered for every, gathered in zip(live.live, live.gathered, strict=True)]
+        held = dict(zip(list(_COLORS)[-3:], ([live.arguments] * len(rest), live.gathered, rest)))
+        return Timeline(
+            end=self.seconds,
+            lanes={lane: lane for lane in lanes},
+            events=events,
+            colors=_COLORS,
+            held=held,
+            times=self.times,
+            title=self.title,
+            time="{unit}, by a model of a machine",
+            bytes="{unit} alive",
+        )
 
 
 def make_timeline(
@@ -209,7 +228,7 @@ def make_timeline(
     *,
     axes: Mapping[str, Along] | None = None,
     title: str = "one step",
-) -> Timeline:
+) -> StepTimeline:
     """The timeline of a graph in its present order.
 
     Args:
@@ -246,7 +265,7 @@ def make_timeline(
             lanes.wait(node.name, ends.get(start_of(node), 0.0))
         else:
             lanes.compute(node.name, _seconds(node, machine))
-    return Timeline(tuple(lanes.spans), tuple(times), liveness(graph, analysis), title)
+    return StepTimeline(tuple(lanes.spans), tuple(times), liveness(graph, analysis), title)
 
 
 def kind_of(node: Node) -> str:
@@ -295,7 +314,7 @@ def _num_ranks(node: Node) -> int | None:
     return None
 
 
-def joined(timelines: Sequence[Timeline]) -> Timeline:
+def joined(timelines: Sequence[StepTimeline]) -> StepTimeline:
     """The timeline of several graphs that run one after the other."""
     if len(timelines) == 1:
         return timelines[0]
@@ -314,7 +333,7 @@ def joined(timelines: Sequence[Timeline]) -> Timeline:
         gathered_numel=tuple(chain.from_iterable(live.gathered_numel for live in lives)),
         arguments=max(live.arguments for live in lives),
     )
-    return Timeline(tuple(spans), tuple(times), live, timelines[0].title)
+    return StepTimeline(tuple(spans), tuple(times), live, timelines[0].title)
 
 
 def _seconds(node: Node, machine: MachineModel) -> float:
@@ -324,7 +343,7 @@ def _seconds(node: Node, machine: MachineModel) -> float:
     return machine.seconds(flops_of(node), moved)
 
 
-def _report(timeline: Timeline) -> Group:
+def _report(timeline: StepTimeline) -> Group:
     table = Table(title=timeline.title, title_justify="left")
     table.add_column("collective")
     is_mesh = len(timeline.sent_by_axis) > 1
@@ -357,7 +376,7 @@ def _report(timeline: Timeline) -> Group:
 
 # --- the picture ----------------------------------------------------------------------------------
 
-_LANES = {
+_COLORS = {
     "compute": "0.35",
     "waits": "#f3c6c0",
     "gather of parameters": "tab:blue",
@@ -371,116 +390,29 @@ _LANES = {
     "host": "tab:olive",
     "back": "tab:pink",
     "files": "tab:brown",
-}
-_ROWS = {"host": -1, "back": -2, "files": -3}
-"""Vertical positions of the lanes below compute and collectives."""
-_MEMORY = {
+    "other collectives": "0.6",
     "state and batch": "#b9aec9",
     "gathered parameters": "#6f9ec9",
     "activations, gradients, new state": "0.88",
 }
 
 
-def _draw(timelines: Sequence[Timeline]) -> Any:
-    needed_by = "explain().draw()"
-    figures = package("matplotlib", needed_by=needed_by, module="matplotlib.figure")
-    Patch = package("matplotlib", needed_by=needed_by, module="matplotlib.patches").Patch
-    num_columns = 1 if len(timelines) < 4 else 2
-    num_rows = -(-len(timelines) // num_columns)
-    figure = figures.Figure(
-        figsize=(11 if num_columns == 1 else 13, 3.4 * num_rows + 0.5), layout="constrained"
-    )
-    end = max((timeline.seconds for timeline in timelines), default=0.0) or 1.0
-    most = max(timeline.liveness.arguments + timeline.liveness.peak for timeline in timelines) or 1
-    scale, unit = (1e3, "ms") if end < 1 else (1.0, "s")
-    one, unit_of_bytes = next(
-        (one, name)
-        for one, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
-        if most >= one
-    )
-    axes = figure.subplots(
-        2 * num_rows, num_columns, sharex=True, squeeze=False, height_ratios=[5, 6] * num_rows
-    )
-    used: set[str] = set()
-    for index, timeline in enumerate(timelines):
-        row, column = divmod(index, num_columns)
-        lanes, memory = axes[2 * row : 2 * row + 2, column]
-        used |= _draw_lanes(lanes, timeline, scale, end)
-        _draw_memory(memory, timeline, scale, one)
-        memory.set_xlim(0, end * scale)
-        memory.set_ylim(0, 1.05 * most / one)
-        memory.set_ylabel(f"{unit_of_bytes} alive", fontsize=8)
-        memory.tick_params(labelsize=8, labelbottom=row == num_rows - 1)
-        if row == num_rows - 1:
-            memory.set_xlabel(f"{unit}, by a model of a machine", fontsize=8)
-        for panel in (lanes, memory):
-            panel.spines[["top", "right"]].set_visible(False)
-    colors = {label: color for label, color in _LANES.items() if label in used} | _MEMORY
-    patches = [Patch(color=color, label=label) for label, color in colors.items()]
-    figure.legend(
-        handles=patches,
-        loc="outside lower center",
-        ncols=-(-len(patches) // 2),
-        frameon=False,
-        fontsize=8,
-    )
-    return figure
-
-
-def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[str]:
-    """Draws the lanes of a timeline, with the units of gathers where they fit. Returns
-    the labels of the colors used.
-    """
-    bars: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for span in timeline.spans:
-        bar = (span.begin * scale, (span.end - span.begin) * scale)
-        if span.lane == "collective":
-            unit = span.label.removeprefix("gather ")
-            bars["gather of parameters" if unit != span.label else span.label, 0].append(bar)
-            if unit != span.label and bar[1] > 0.013 * end * scale and len(unit) < 10:
-                text = {
-                    "rotation": 90,
-                    "ha": "center",
-                    "va": "center",
-                    "fontsize": 6,
-                    "color": "white",
-                }
-                axes.text(bar[0] + bar[1] / 2, 0, unit, **text)
-            continue
-        if span.lane in _ROWS:
-            bars[span.lane, _ROWS[span.lane]].append(bar)
-            continue
-        column = bars["compute" if span.lane == "compute" else "waits", 1]
-        if column and bar[0] - sum(column[-1]) < 1e-9 * scale:  # adjacent spans become one bar
-            column[-1] = (column[-1][0], sum(bar) - column[-1][0])
+def _events(spans: Sequence[Span]) -> Iterator[Event]:
+    """The bars of a picture: adjacent spans of the compute lane are one."""
+    last: Event | None = None  # of the compute lane
+    for lane, label, begin, end, *_ in spans:
+        if lane == "collective":
+            unit = label.removeprefix("gather ")
+            known = label if label in _COLORS else "other collectives"
+            kind, unit = ("gather of parameters", unit) if unit != label else (known, "")
+            yield Event("collectives", kind, begin, end, unit)
+        elif lane in _COLORS and lane != "compute":
+            yield Event(lane, lane, begin, end)
         else:
-            column.append(bar)
-    for (kind, y), parts in bars.items():
-        edge = (
-            {"edgecolor": "white", "linewidth": 0.4}
-            if y == 0 and len(parts) < 40
-            else {"linewidth": 0}
-        )
-        axes.broken_barh(parts, (y - 0.4, 0.8), facecolor=_LANES.get(kind, "0.6"), **edge)
-    axes.set_title(timeline.title, loc="left", fontsize=10, fontweight="bold")
-    rows = {"compute": 1, "collectives": 0} | {
-        lane: y for lane, y in _ROWS.items() if (lane, y) in bars
-    }
-    axes.set_yticks(list(rows.values()), list(rows), fontsize=8)
-    axes.set_ylim(min(rows.values()) - 0.5, 1.5)
-    axes.tick_params(labelbottom=False)
-    return {kind for kind, _ in bars}
-
-
-def _draw_memory(axes: Any, timeline: Timeline, scale: float, one: float) -> None:
-    """Draws the bytes alive, the arguments at the bottom; `one` is the number of bytes
-    per unit of the y axis.
-    """
-    live, times = timeline.liveness, [time * scale for time in (*timeline.times, timeline.seconds)]
-    base = [live.arguments / one] * len(times)
-    gathered = [low + nbytes / one for low, nbytes in zip(base, (*live.gathered, 0))]
-    every = [low + nbytes / one for low, nbytes in zip(base, (*live.live, 0))]
-    for low, high, color in zip(
-        ([0.0] * len(times), base, gathered), (base, gathered, every), _MEMORY.values()
-    ):
-        axes.fill_between(times, low, high, step="post", color=color, linewidth=0)
+            kind = "compute" if lane == "compute" else "waits"
+            if last and last.kind == kind and begin - last.end < 1e-9:
+                last = last._replace(end=end)
+            else:
+                yield from [last] if last else []
+                last = Event("compute", kind, begin, end)
+    yield from [last] if last else []

@@ -21,7 +21,7 @@ from fzero.graph.nodes import GATHERS, is_collective
 from fzero.graph.remat import is_again, is_backward
 from fzero.graph.timeline import Along, group_of, kind_of, sent_by
 
-_UPDATE: tuple[Purpose, ...] = ("all_gather_params", "norm", "buffers", "optimizer", "momentum")
+_UPDATE: tuple[Purpose, ...] = ("all_gather_params", "norm", "buffers", "optimizer", "owners")
 
 
 def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[CommRecord]:

@@ -22,12 +22,21 @@ if TYPE_CHECKING:
     from fzero.optim.matrix import adafactor as adafactor, lamb as lamb, muon as muon
     from fzero.optim.optimizers import adagrad as adagrad, lion as lion, scale as scale, sgd as sgd
     from fzero.optim.precision import Precision as Precision
+    from fzero.optim.preconditioned import (
+        normuon as normuon,
+        shampoo as shampoo,
+        soap as soap,
+    )
     from fzero.optim.torch_optim import torch_optimizer as torch_optimizer
     from fzero.optim.transforms import (
         Transform as Transform,
         chain as chain,
         mixed_precision as mixed_precision,
         skip_if as skip_if,
+    )
+    from fzero.optim.whole_matrices import (
+        MatrixTransform as MatrixTransform,
+        matrix_transform as matrix_transform,
     )
 else:
     __getattr__, __dir__, __all__ = door(
@@ -39,9 +48,11 @@ else:
             "loss_scale": "LossScale LossScaling",
             "matrix": "adafactor lamb muon",
             "precision": "Precision",
+            "preconditioned": "normuon shampoo soap",
             "torch_optim": "torch_optimizer",
             "": "elementwise lr_schedules matrix torch_optim",
             "optimizers": "adagrad lion scale sgd",
             "transforms": "Transform chain mixed_precision skip_if",
+            "whole_matrices": "MatrixTransform matrix_transform",
         },
     )

@@ -13,15 +13,21 @@ Shape letters: P padded = W * S, S shard, W ranks, K partial sums of one shard.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
 
+from fzero.optim.owner_calls import Exchange, alone
 from sharding.flat_runs import Box, boxes
 from sharding.layout import FlatLayout
+from sharding.owners import Matrices
+
+if TYPE_CHECKING:
+    from fzero.optim.transforms import Transform
 
 CHUNK = 2**18
 """Elements whose squares are in memory at once, in double precision."""
@@ -67,6 +73,12 @@ class ShardContents:
             order. *Collective* for one shard: sends (W-1) · K.
         join: the flat tensor -> the full buffer (P,). *Collective* for one shard: sends
             (W-1)/W · P.
+        owners: the rank that computes with each matrix of the layout
+            (`sharding.owners`); None if this rank computes with all.
+        places: by rank of the job, the number of its replica and the index of its
+            shard.
+        rank: this rank, as an index of `places`.
+        exchange: the collective with owners, see `fzero.optim.owner_calls`.
 
     Raises:
         ValueError: the ranks are neither all nor one.
@@ -82,6 +94,10 @@ class ShardContents:
     ranks: tuple[int, ...]
     stack: Callable[[Tensor], Tensor] = _same
     join: Callable[[Tensor], Tensor] = _same
+    owners: tuple[int, ...] | None = None
+    places: tuple[tuple[int, int], ...] = ((0, 0),)
+    rank: int = 0
+    exchange: Exchange = alone
 
     def __post_init__(self) -> None:
         world = range(self.layout.world_size)
@@ -98,6 +114,11 @@ class ShardContents:
     def whole(cls, layout: FlatLayout) -> Self:
         """The contents of a full buffer (P,), which sends nothing."""
         return cls(layout, tuple(range(layout.world_size)))
+
+    @property
+    def holds(self) -> Literal["shard", "full"]:
+        """Whether the tensor is one of several shards, or the full buffer."""
+        return "full" if len(self.ranks) == self.layout.world_size else "shard"
 
     @property
     def numel(self) -> int:
@@ -148,6 +169,39 @@ class ShardContents:
                 f"{self.ranks} of the layout, got shape {tuple(flat.shape)}; pass the "
                 f"ShardContents of this tensor"
             )
+
+
+class ByContents(ABC):
+    """A function of a learning rate and of the contents of a flat tensor that makes a
+    transform, for optimizers that look at full parameters.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, lr: Any, contents: ShardContents | None = None, kind: str = "") -> Transform:
+        """The transform of a flat tensor whose parameters have the update rule `kind`;
+        without contents, that of a flat tensor of 32 elements, by which ranks compare
+        optimizers.
+        """
+
+    @abstractmethod
+    def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
+        """The update rule of a parameter."""
+
+    @abstractmethod
+    def is_elementwise(self, kind: str) -> bool:
+        """Whether an update rule treats each element separately."""
+
+    @abstractmethod
+    def matrices(self, layout: FlatLayout, kind: str) -> Matrices | None:
+        """The matrices of a flat buffer that are computed by one owner each, if any."""
+
+    @abstractmethod
+    def check(self, field: str) -> None:
+        """Raises a ValueError, which begins with `field`, unless it keeps the laws that
+        shards rely on.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ and C row and column statistics.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Generic, Literal, NamedTuple
+from functools import cache
+from typing import Any, Generic, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +26,13 @@ from fzero.optim.fragments import Grid, ShardContents, boxes_of, grids_of
 from fzero.optim.transforms import (
     Leaf,
     Transform,
-    add_times,
     check_betas,
     check_range,
     no_steps,
     step_spec,
 )
+from fzero.optim.whole_matrices import MatrixTransform, owned_transform
 from sharding import TensorSpec
-from sharding.layout import FlatLayout
 
 
 class LambState(NamedTuple, Generic[Leaf]):
@@ -262,12 +263,6 @@ def _divide_matrices(
         part.box_of(grad, box).mul_(estimate.div_(mean).clamp_(min=smallest**2).rsqrt_())
 
 
-class MuonState(NamedTuple, Generic[Leaf]):
-    """`momentum` is the running mean of gradients."""
-
-    momentum: Leaf
-
-
 def muon(
     lr: float,
     *,
@@ -279,104 +274,98 @@ def muon(
     ns_method: Literal["standard", "gram"] = "standard",
     eps: float = 1e-7,
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
+    parts: Mapping[str, int] = {},
 ) -> Transform:
     """`torch.optim.Muon` (Jordan et al., kellerjordan.github.io/posts/muon): a matrix
     moves by its orthogonalised momentum.
 
     A parameter of more than two dims becomes a matrix of its first dim by all others,
-    as is usual for convolutions.
+    as is usual for convolutions. `parts` cuts parameters into blocks of rows (heads),
+    each a matrix of its own.
 
-    *Collective:* sends nothing if every matrix lies in one shard (all ranks see that in
-    the layout). Else an update gathers the momentum of all shards, (W-1)/W · P
-    elements, and each rank orthogonalises the matrices of which its shard holds a part.
+    *Collective:* as `fzero.optim.whole_matrices.owned_transform`; the momentum is sent
+    in bfloat16, in which the steps compute, and so is the result.
 
     Raises:
         ValueError: a parameter is not a matrix, or a value is out of range.
     """
-    check_range(
-        "muon", lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps, ns_steps=ns_steps
-    )
+    check_range("muon", eps=eps, ns_steps=ns_steps)
     if adjust_lr_fn not in ("original", "match_rms_adamw"):
         raise ValueError(
             f"muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}; "
             f"choose one"
         )
-    layout = contents.layout
-    for name, shape in zip(layout.names, layout.shapes, strict=True):
-        if len(shape) < 2:
-            raise ValueError(
-                f"muon: parameter {name!r} must be a matrix, got shape {shape}; give it to adamw"
-            )
-
-    def init(param: Tensor) -> MuonState[Tensor]:
-        contents.check("muon", param)
-        return MuonState(torch.zeros_like(param))
-
-    def update(
-        grad: Tensor, param: Tensor, state: MuonState[Tensor]
-    ) -> tuple[Tensor, Tensor, MuonState[Tensor]]:
-        state.momentum.lerp_(grad, 1 - momentum)
-        direction = grad.lerp_(state.momentum, momentum) if nesterov else state.momentum
-        full_P = contents.join(direction) if is_cut(layout) else None
-        if weight_decay:
-            param.mul_(1 - lr * weight_decay)
-        last, orthogonal = -1, param
-        for part in contents.parts:
-            shape, numel = layout.shapes[part.index], layout.numels[part.index]
-            if part.index != last:
-                source, start = (
-                    (direction, part.offset)
-                    if full_P is None
-                    else (full_P, layout.offsets[part.index])
-                )
-                matrix = source[start : start + numel].view(shape[0], -1)
-                steps = orthogonalise if ns_method == "standard" else orthogonalise_gram
-                last, orthogonal = (
-                    part.index,
-                    steps(matrix, num_steps=ns_steps, eps=eps).reshape(-1),
-                )
-            rows, columns = shape[0], numel // shape[0]
-            ratio = (
-                max(1.0, rows / columns)
-                if adjust_lr_fn == "original"
-                else 0.04 * max(rows, columns)
-            )
-            add_times(part.of(param), orthogonal[part.start : part.stop], -lr * math.sqrt(ratio))
-        return grad, param, MuonState(state.momentum)
-
-    def specs(param: TensorSpec) -> MuonState[TensorSpec]:
-        return MuonState(param)
-
-    return Transform(init, update, specs)
+    is_standard = ns_method == "standard"
+    return owned_transform(
+        "muon",
+        newton_schulz(ns_steps, ns_method, eps),
+        lr,
+        contents=contents,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        scale=_step_original if adjust_lr_fn == "original" else _step_as_adam,
+        send_dtype=torch.bfloat16 if is_standard else None,
+        reply_dtype=torch.bfloat16 if is_standard else None,
+        parts=parts,
+    )
 
 
-def orthogonalise(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """A matrix with the same singular vectors and with singular values of about 1, by
+def _step_original(rows: int, columns: int) -> float:
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def _step_as_adam(rows: int, columns: int) -> float:
+    return math.sqrt(0.04 * max(rows, columns))
+
+
+@cache  # equal transforms must be one object, so that buffers share stacks
+def newton_schulz(
+    num_steps: int = 5, method: Literal["standard", "gram"] = "standard", eps: float = 1e-7
+) -> MatrixTransform:
+    """The transform without a state that orthogonalises; see `orthogonalise`."""
+    steps = orthogonalise if method == "standard" else orthogonalise_gram
+
+    def update(stack: Tensor, state: Any, counts: Tensor) -> tuple[Tensor, Any]:
+        return steps(stack, num_steps=num_steps, eps=eps), state
+
+    return MatrixTransform(lambda stack: (), update, lambda spec: ())
+
+
+def orthogonalise(stack: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """Matrices with the same singular vectors and with singular values of about 1, by
     Newton-Schulz steps in bfloat16.
 
     The quintic a·x + b·x³ + c·x⁵ lifts small singular values fastest, and brings all to
     about [0.7, 1.2] (Jordan, see `muon`).
 
     Args:
-        matrix: (A, B), any dtype.
+        stack: (n, R, C), any dtype.
         num_steps: more steps lift smaller singular values.
         eps: the norm's smallest value as a divisor.
 
     Returns:
-        (A, B), bfloat16.
+        (n, R, C), bfloat16.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.to(torch.bfloat16, copy=True)
-    x = x.T if is_tall else x
-    x.div_(x.norm().clamp(min=eps))
-    for _ in range(num_steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+
+    def steps(x: Tensor) -> Tensor:
+        """Of (…, A, B), with A at most B."""
+        add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
+        for _ in range(num_steps):
+            gram = x @ x.mT
+            x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x
+
+    x = stack.to(torch.bfloat16, copy=True)
+    x = x.mT if stack.shape[-2] > stack.shape[-1] else x
+    x.div_(torch.stack([matrix.norm() for matrix in x]).clamp(min=eps)[:, None, None])
+    # A processor gains nothing from batches, and rounds a product of a batch in another way.
+    x = torch.stack([*map(steps, x)]) if x.is_cpu else steps(x)
+    return x.mT if stack.shape[-2] > stack.shape[-1] else x
 
 
-def orthogonalise_gram(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> Tensor:
+def orthogonalise_gram(stack: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> Tensor:
     """As `orthogonalise`, with the steps on the small matrix X·Xᵀ (DeepSpeed's
     `ns_method: "gram"`).
 
@@ -386,37 +375,28 @@ def orthogonalise_gram(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7)
     stability. A square matrix has no shorter side, and takes the steps themselves.
 
     Returns:
-        (A, B), fp16, or fp32 on the CPU.
+        (n, R, C), fp16, or fp32 on the CPU.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x: Tensor = matrix.to(
-        torch.float32 if matrix.device.type == "cpu" else torch.float16, copy=True
-    )
-    x = x.T if is_tall else x
-    x = x / (x.norm() + eps)
-    is_square = x.shape[0] == x.shape[1]
+    is_tall = stack.shape[-2] > stack.shape[-1]
+    x: Tensor = stack.to(torch.float32 if stack.device.type == "cpu" else torch.float16, copy=True)
+    x = x.mT if is_tall else x
+    x = x / (torch.stack([matrix.norm() for matrix in x]) + eps)[:, None, None]
+    is_square = x.shape[-2] == x.shape[-1]
     restarts = range(num_steps) if is_square else (0, 2)
-    gram: Tensor = x @ x.T
+    gram: Tensor = x @ x.mT
     product: Tensor | None = None
     for step in range(num_steps):
         if step in restarts and product is not None:
             x = product @ x
-            gram, product = x @ x.T, None
+            gram, product = x @ x.mT, None
         factor = b * gram + c * gram @ gram
-        factor.diagonal().add_(a)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
         product = factor if product is None else factor @ product
         if step + 1 < num_steps and step + 1 not in restarts:
             gram = factor @ gram @ factor
     x = x if product is None else product @ x
-    return x.T if is_tall else x
-
-
-def is_cut(layout: FlatLayout) -> bool:
-    """Whether a shard ends inside a parameter, so that Muon has to gather the buffer."""
-    shard = layout.partition.shard_numel
-    spans = [layout.bounds(name) for name in layout.names]
-    return any(start // shard != (stop - 1) // shard for start, stop in spans if start < stop)
+    return x.mT if is_tall else x
 
 
 def _step(param: Tensor, direction: Tensor, sizes: Tensor, contents: ShardContents) -> None:

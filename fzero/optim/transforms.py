@@ -43,6 +43,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.optim.owner_calls import Calls, run_together
 from sharding import Replicated, TensorSpec
 from sharding.views import dtype_name, torch_dtype
 
@@ -58,6 +59,10 @@ class Transform(NamedTuple):
     item is the function of lists, which writes in place and returns the states. Its
     first item is the `update` that it equals: if `update` is replaced by another
     function, `fused` no longer applies.
+
+    A transform that looks at whole matrices adds the pair `calls`, likewise: its second
+    item is the update as a generator, which calls the owners of matrices
+    (`fzero.optim.owner_calls`). The updates of several buffers call them together.
     """
 
     init: Callable[[Tensor], Any]
@@ -69,6 +74,18 @@ class Transform(NamedTuple):
     fused: (
         tuple[Any, Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Any]], list[Any]]] | None
     ) = None
+    calls: tuple[Any, Callable[[Tensor, Tensor, Any], Calls]] | None = None
+
+    @property
+    def calls_owners(self) -> bool:
+        """Whether an update calls the owners of matrices."""
+        return self.calls is not None and self.calls[0] is self.update
+
+    def start(self, grad: Tensor, param: Tensor, state: Any) -> Calls:
+        """The update as a generator; without calls of owners it is made at once."""
+        if self.calls is not None and self.calls_owners:
+            return self.calls[1](grad, param, state)
+        return _at_once(self, grad, param, state)
 
     @property
     def is_fused(self) -> bool:
@@ -87,6 +104,23 @@ class Transform(NamedTuple):
         return [param for _, param, _ in updated], [state for _, _, state in updated]
 
 
+def _at_once(transform: Transform, grad: Tensor, param: Tensor, state: Any) -> Calls:
+    updated = transform.update(grad, param, state)
+    yield from ()
+    return updated
+
+
+def calling(calls: Callable[[Tensor, Tensor, Any], Calls]) -> Callable[..., Any]:
+    """The update of one flat tensor from the generator that calls owners."""
+
+    def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        (updated,) = run_together([calls(grad, param, state)])
+        result: tuple[Tensor, Tensor, Any] = updated
+        return result
+
+    return update
+
+
 def is_traced() -> bool:
     """Whether the code is captured in a graph or runs under `torch.vmap`, where fused
     kernels cannot run.
@@ -102,13 +136,11 @@ def skip_if(skip: Tensor, transform: Transform) -> Transform:
     gradient may hold any values, also NaN.
     """
 
-    def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        if transform.update_skip_if is not None and not is_traced():
-            return transform.update_skip_if(skip, grad, param, state)
+    def calls(grad: Tensor, param: Tensor, state: Any) -> Calls:
         leaves, treespec = optree.tree_flatten(state)
         old = [param, *leaves]
         kept = [x.clone() for x in old]
-        _, *new = transform.update(grad, param, state)
+        _, *new = yield from transform.start(grad, param, state)
         chosen = [
             torch.where(skip, x, y)
             for x, y in zip(kept, [new[0], *treespec.flatten_up_to(new[1])], strict=True)
@@ -117,7 +149,16 @@ def skip_if(skip: Tensor, transform: Transform) -> Transform:
             x.copy_(value)
         return grad, param, state
 
-    return Transform(transform.init, update, transform.specs)
+    in_calls = calling(calls)
+
+    def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        if transform.update_skip_if is not None and not is_traced():
+            return transform.update_skip_if(skip, grad, param, state)
+        updated: tuple[Tensor, Tensor, Any] = in_calls(grad, param, state)
+        return updated
+
+    pair = (update, calls) if transform.calls_owners else None
+    return Transform(transform.init, update, transform.specs, calls=pair)
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -338,7 +379,7 @@ def mixed_precision(
             [x.to(kept) if cast else x for x, cast in zip(leaves, is_cast, strict=True)]
         )
 
-    def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+    def calls(grad: Tensor, param: Tensor, state: Any) -> Calls:
         leaves, treespec = optree.tree_flatten(state)
         dtype, numel = _wide_dtype(param), param.numel()
         size = (
@@ -363,8 +404,12 @@ def mixed_precision(
                 widen(x, i) if cast else x
                 for i, (x, cast) in enumerate(zip(old, is_cast, strict=True))
             ]
-            updated = transform.update(
-                wide_grad, widen(narrow_param, "param"), treespec.unflatten(wide)
+            given = wide_grad, widen(narrow_param, "param"), treespec.unflatten(wide)
+            # a generator for each tile would cost as much as a small update
+            updated = (
+                (yield from transform.start(*given))
+                if transform.calls_owners
+                else transform.update(*given)
             )
             narrows, news = [narrow_param, *old], [updated[1], *treespec.flatten_up_to(updated[2])]
             if not all(map(is_, narrows, news)):
@@ -375,6 +420,8 @@ def mixed_precision(
             if new_param is not None:
                 new_param.copy_(narrow_param)
         return grad, param, state
+
+    update = calling(calls)
 
     def update_fused(
         grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]
@@ -399,7 +446,8 @@ def mixed_precision(
             ]
         )
 
-    return Transform(init, update, specs, fused=(update, update_fused))
+    pair = (update, calls) if transform.calls_owners else None
+    return Transform(init, update, specs, fused=(update, update_fused), calls=pair)
 
 
 def _most(tile: int, param: Tensor) -> int:

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.common.random_states import seed
-from fzero.optim.fragments import ShardContents
+from fzero.optim.fragments import ByContents, ShardContents
 from fzero.optim.transforms import Leaf, Transform, no_steps, step_spec
 from sharding import TensorSpec
 from sharding.layout import FlatLayout
+from sharding.owners import Matrices
 from sharding.views import dtype_name
 
 Values = dict[str, Tensor]
@@ -44,7 +45,7 @@ class WholeState(NamedTuple, Generic[Leaf]):
 
 
 @dataclass(frozen=True, slots=True)
-class WholeParams:
+class WholeParams(ByContents):
     """A function of a learning rate and the contents of a flat tensor, which makes the
     transform of a class.
 
@@ -52,19 +53,25 @@ class WholeParams:
         cls: the class of the optimizer.
         arguments: its present hyper-parameters.
         blanks: the states of parameters that have been tried, by shape and dtype.
-        takes_contents: whether it takes the second argument; `UserTransform` reads
-            this.
     """
 
     cls: type[Optimizer]
     arguments: Callable[[], Mapping[str, Any]]
     blanks: dict[Any, tuple[Values, Values]] = field(default_factory=dict)
-    takes_contents: ClassVar[bool] = True
 
-    def __call__(self, lr: Any, contents: ShardContents | None = None) -> Transform:
-        """The transform; without contents, that of a flat tensor of 32 elements, by
-        which ranks compare optimizers.
-        """
+    def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
+        return ""
+
+    def is_elementwise(self, kind: str) -> bool:
+        return False
+
+    def matrices(self, layout: FlatLayout, kind: str) -> Matrices | None:
+        return None
+
+    def check(self, field: str) -> None:
+        """Nothing: `check_whole` has tried the class."""
+
+    def __call__(self, lr: Any, contents: ShardContents | None = None, kind: str = "") -> Transform:
         given = dict(self.arguments())
         if "lr" in given:
             given["lr"] = float(lr)

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from fzero.pipeline.orders import COMPUTE, PipeEvent, PipeOrder, receive_of
+from fzero.common.text_tables import scale_of
+from fzero.common.timelines import Event, Timeline
+from fzero.pipeline.orders import COMPUTE, PipeEvent, PipeOrder, receive_of, short
 from fzero.pipeline.partition import LayerCost
 
 
@@ -194,6 +196,58 @@ def stored_over_time(timeline: PipelineTimeline, stage: int) -> Iterator[tuple[f
         if (more := _stores(event, timeline.costs[event.chunk])) != 0:
             stored += more
             yield (start if more > 0 else stop), stored
+
+
+COLORS = {
+    "F": "#5b7fa6",
+    "B": "#c98b5b",
+    "I: B of the input": "#c98b5b",
+    "W: B of the weights": "#7fb08a",
+    "reduce of gradients": "0.75",
+}
+_KINDS = dict(zip(COMPUTE, COLORS))
+
+
+def drawn(timeline: PipelineTimeline, after: Sequence[float] = ()) -> Timeline:
+    """Stages by time, a bar for each event with its micro-batch; gaps are the bubble.
+
+    In an interleaved order, later chunks are darker. A curve in each lane shows the
+    bytes that the stage stores; its full height is the most of all stages.
+
+    Args:
+        timeline: the timeline of one step.
+        after: by stage, the seconds in which it reduces gradients after its last
+            backward.
+    """
+    order, events, ends = timeline.order, list[Event](), [0.0]
+    most = max(timeline.stored, default=0)
+    scale, unit = scale_of(most or 1)
+    for stage, reduces in enumerate(after or [0.0] * order.stages):
+        chunks, spans = order.chunks_of(stage), timeline.spans[stage]
+        for event, start, stop in spans:
+            opacity = 1 - 0.55 * (len(chunks) - 1 - chunks.index(event.chunk)) / len(chunks)
+            bar = Event(str(stage), _KINDS[event.kind], start, stop, short(event)[1:], 1.0, opacity)
+            events.append(bar)
+        end = spans[-1].stop if spans else 0.0
+        ends.append(end + reduces)
+        if any(after):
+            events.append(Event(str(stage), "reduce of gradients", end, end + reduces))
+    second, unit_of_time = (1e3, "ms") if max(ends) < 1 else (1.0, "s")
+    return Timeline(
+        end=max(ends),
+        lanes={
+            str(stage): f"stage {stage}\n{stored / scale:.3g} {unit}"
+            for stage, stored in enumerate(timeline.stored)
+        },
+        events=events,
+        colors=COLORS,
+        curves={
+            str(stage): [(time, held / most) for time, held in stored_over_time(timeline, stage)]
+            for stage in range(order.stages if most else 0)
+        },
+        title=f"{order.name}, {order.micro_batches} micro-batches: "
+        f"{max(ends) * second:.3g} {unit_of_time}, bubble {timeline.bubble:.1%}",
+    )
 
 
 class _Stage:

@@ -24,11 +24,13 @@ from fzero.config.optimizer_block import OptimizerBlock
 from fzero.config.stages import StageSpecs
 from fzero.optim.precision import Dtypes, Precision
 from fzero.optim.transforms import mixed_precision
+from fzero.optim.whole_matrices import EntriesSpec
 from fzero.plans.dataflow import BufferDataflow
 from fzero.plans.mesh_axes import num_ranks, shard_axes
 from fzero.plans.orders import OrderFunction, ordered
 from fzero.plans.param_groups import ParamGroup, UserTransform, group_of
 from sharding import FlatLayout, Mesh, Partition, TensorSpec
+from sharding.owners import Matrices
 from sharding.specs import DEVICE, Placement
 from sharding.views import dtype_name
 
@@ -61,6 +63,8 @@ class FlatParamPlan:
     """
     elementwise: bool = True
     """Whether the optimizer treats each element separately."""
+    matrices: Matrices | None = field(default=None, repr=False)
+    """The matrices that are computed by one owner each (`Plan.owners`), if any."""
     start: int = 0
     """The update in which the optimizer state began; parameters that differ in it have
     different buffers.
@@ -111,7 +115,8 @@ class FlatParamPlan:
 
         (Row sums, which every rank holds in full, may happen to have the same length.)
         """
-        return spec.shape == (self.padded_numel,) and spec.spec == self.row.optimizer
+        is_alike = spec.shape == (self.padded_numel,) and spec.spec == self.row.optimizer
+        return is_alike and not isinstance(spec, EntriesSpec)
 
     @property
     def joins_shards(self) -> bool:
@@ -264,6 +269,7 @@ class UnitPlanner:
             group,
             kind.rule,
             elementwise,
+            self.optimizers[kind.group].matrices(layout, kind.rule) if kind.trainable else None,
             kind.start,
         )
 

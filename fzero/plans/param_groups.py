@@ -21,10 +21,13 @@ from fzero.common.arguments import refuse, shown
 from fzero.common.random_states import seed
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizer_block import OptimizerBlock, with_overrides
+from fzero.optim.fragments import ByContents
 from fzero.optim.transforms import Transform
 
 if TYPE_CHECKING:
     from fzero.optim.fragments import ShardContents
+    from sharding import FlatLayout
+    from sharding.owners import Matrices
 
 ParamGroup = Mapping[str, Any]
 """Hyper-parameters that differ from the configuration's, or a `"transform"` (see
@@ -34,7 +37,7 @@ regular expression that is searched for in a name, or a function of name and par
 
 OwnTransform = Transform | Callable[[Any], Transform]
 """A user's transform, or a function of the learning rate that makes one. It must be
-elementwise, because it works on shards.
+elementwise, because it works on shards; or made by `fzero.optim.matrix_transform`.
 
 The learning rate is a number, or a 0-d tensor if the whole step is compiled."""
 
@@ -63,8 +66,12 @@ class UserTransform:
 
     def check(self) -> None:
         """Raises a ConfigError unless it makes an elementwise transform."""
-        if self._takes_contents:
-            return  # it steps a class that has been checked
+        if isinstance(self.make, ByContents):
+            try:
+                self.make.check(self.field)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            return
         try:
             made = self.transform()
         except TypeError as error:  # a class of torch.optim, say, which takes parameters first
@@ -110,28 +117,30 @@ class UserTransform:
         return isinstance(self.make, Transform)
 
     def is_elementwise(self, kind: str) -> bool:
-        """Whether it updates shards; a `fzero.optim.whole_params.WholeParams` updates
-        whole parameters.
-        """
-        return not self._takes_contents
-
-    @property
-    def _takes_contents(self) -> bool:
-        return bool(getattr(self.make, "takes_contents", False))
+        """Whether it updates shards without regard to parameters."""
+        return self.make.is_elementwise(kind) if isinstance(self.make, ByContents) else True
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
-        return ""
+        """The update rule of a parameter."""
+        return self.make.kind_of(name, shape) if isinstance(self.make, ByContents) else ""
+
+    def matrices(self, layout: FlatLayout, kind: str) -> Matrices | None:
+        """As for `OptimizerBlock.matrices`."""
+        return self.make.matrices(layout, kind) if isinstance(self.make, ByContents) else None
 
     def transform(
-        self, *, lr: float | Tensor | None = None, contents: ShardContents | None = None, **_: Any
+        self,
+        *,
+        lr: float | Tensor | None = None,
+        contents: ShardContents | None = None,
+        kind: str = "",
+        **_: Any,
     ) -> Transform:
         """The transform at a learning rate. The other arguments of
         `OptimizerBlock.transform` have no effect.
         """
-        if self._takes_contents:
-            make: Any = self.make
-            made: Transform = make(self.lr if lr is None else lr, contents)
-            return made
+        if isinstance(self.make, ByContents):
+            return self.make(self.lr if lr is None else lr, contents, kind)
         return (
             self.make
             if isinstance(self.make, Transform)

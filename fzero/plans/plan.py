@@ -29,7 +29,7 @@ from rich.console import Group
 from fzero.common.notebooks import as_html
 from fzero.common.text_tables import as_text
 from fzero.config.stages import STAGES, Stage, StageSpecs
-from fzero.plans import report, traffic
+from fzero.plans import owned, report, traffic
 from fzero.plans.dataflow import CommHooks
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan
 from fzero.plans.hook_choice import state_like
@@ -84,6 +84,7 @@ class Plan:
         homes: the unit and the flat buffer of each parameter, by its name.
         flats: the name of the unit of each flat buffer, and the buffer itself, by its
             key.
+        owners: by flat buffer with whole matrices, the rank that computes with each.
     """
 
     stage: Stage
@@ -106,6 +107,7 @@ class Plan:
     flat_buffers: tuple[FlatParamPlan, ...] = field(init=False, repr=False, compare=False)
     homes: dict[str, tuple[UnitPlan, FlatParamPlan]] = field(init=False, repr=False, compare=False)
     flats: dict[str, tuple[str, FlatParamPlan]] = field(init=False, repr=False, compare=False)
+    owners: dict[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _leaves: dict[str, tuple[StateLeaf, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -122,6 +124,7 @@ class Plan:
         object.__setattr__(self, "homes", homes)
         flats = {buffer.key: (unit.name, buffer) for unit in self.units for buffer in unit.buffers}
         object.__setattr__(self, "flats", flats)
+        object.__setattr__(self, "owners", owned.owners_of(self.flat_buffers, self.world_size))
         states, num_shards = self.hook_states if self.comm_hooks.reduce else {}, self.num_shards
         how: dict[str, Any] = {"is_hooked": bool(self.comm_hooks.reduce), "hook_states": states}
         units = {
@@ -177,6 +180,11 @@ class Plan:
         gradients are added up.
         """
         return replicate_axes(self.mesh, self.axes)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """By rank, the number of its replica and the index of its finest shard."""
+        return owned.places_of(self.mesh, self.axes, self.replicate_axes)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -351,9 +359,10 @@ class Plan:
         self, what: Literal["elements", "bytes"], hooks: CommHooks
     ) -> dict[str, dict[str, int]]:
         size = traffic.in_elements if what == "elements" else traffic.in_bytes
-        return traffic.sent_by_axis(
+        sent = traffic.sent_by_axis(
             self.units, self.mesh, hooks=hooks, num_micro_steps=self.num_micro_steps, size=size
         )
+        return owned.with_exchanges(sent, self, size) if self.owners else sent
 
     def __rich__(self) -> Group:
         """The units as a table, and lines that say what a rank holds and sends."""
@@ -361,6 +370,7 @@ class Plan:
             report.dtype_line(self.units, self.buffers),
             *report.memory_lines(self.bytes_per_rank, self.bytes_by_memory),
             *report.traffic_lines(self.sent_by_axis, self.mesh),
+            *owned.owner_lines(self.flat_buffers, self.owners, self.world_size),
         ]
         if self.comm_hooks:
             exact = self._sent("bytes", CommHooks())

@@ -93,7 +93,7 @@ class Streaming:
         ... )
         (6144, 8192)
         """
-        twice = 2 if 1 in map(itemsize, dtypes) else 1  # a grain is of 16-bit numbers
+        twice = 2 if 1 in map(itemsize, dtypes) else 1  # GRAIN counts 16-bit numbers
         grain, most = twice * (CHECKED_GRAIN if self.checksums else GRAIN), twice * CHECKED_GRAIN
         return min(-(-self.sub_group_numel // grain) * grain, max(-(-longest // most), 1) * most)
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
-import fzero.optim as optim
 from fzero.comms.comm_hooks import CommHook
 from fzero.comms.records import messages
 from fzero.plans.dataflow import CommHooks
@@ -29,7 +28,8 @@ Collective = Literal[
     "all_reduce of gradients",
     "reduce_scatter of gradients",
     "all_gather of updated parameters",
-    "all_gather of momentum",
+    "all_to_all of matrices to owners",
+    "all_to_all of results to shards",
     "all_gather in the forward",
     "all_gather in the backward",
 ]
@@ -114,7 +114,3 @@ def _sent(
     for half in (hooks.reduce, {}):
         yield _Sent("all_reduce of gradients", flow.reduced_numel, flow.sums_over, grad, hooks=half)
     yield _Sent("all_gather of updated parameters", flow.param_numel, flow.joins_over, param)
-    if flow.updates == "shard" and buffer.rule == "muon" and optim.matrix.is_cut(buffer.layout):
-        # the dtype in which Muon computes
-        wide = "float64" if buffer.dtypes.master == "float64" else "float32"
-        yield _Sent("all_gather of momentum", numel, flow.scatters_over, wide)

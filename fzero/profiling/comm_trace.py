@@ -11,7 +11,7 @@ exceptions that `CommTrace` lists.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
@@ -22,8 +22,8 @@ from rich.table import Table
 from torch import Tensor
 
 from fzero.common.notebooks import as_html
-from fzero.common.optional import package
-from fzero.common.text_tables import as_text
+from fzero.common.text_tables import as_text, scale_of
+from fzero.common.timelines import Event, Timeline, draw_timelines
 from fzero.comms.axes import AbstractAxis
 from fzero.comms.records import PURPOSES, CommRecord, Phase, Purpose
 from fzero.plans.mesh_axes import describe
@@ -81,7 +81,7 @@ class CommTrace:
     - the order, and the collective that a graph calls;
     - `gather` of a unit of several flat buffers: in the backward, a graph gathers the
       ones that it reads (and those joined with them), an eager step all of them;
-    - `describe`: a rank sends the others four numbers in an eager step, three in a
+    - `loss_stats`: a rank sends the others five numbers in an eager step, four in a
       graph;
     - `buffers`: a graph makes all module buffers equal over the ranks, an eager step
       the changed ones;
@@ -177,65 +177,24 @@ class CommTrace:
         """A picture: one lane per axis, one bar per row, in order; its height is its
         bytes. Needs matplotlib.
         """
-        needed_by = "trace_comm(…).draw()"
-        figures = package("matplotlib", needed_by=needed_by, module="matplotlib.figure")
-        Patch = package("matplotlib", needed_by=needed_by, module="matplotlib.patches").Patch
-        lanes = list(self.by_axis()) or ["data"]
-        most = max((row.nbytes for row in self.rows), default=1)
-        scales = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
-        one, unit = next((one, name) for one, name in scales if most >= one)
-        figure: Figure = figures.Figure(figsize=(11, 1.1 + 1.3 * len(lanes)), layout="constrained")
-        panels = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)[:, 0]
-        phases = list(_phases(self.rows))
-        for panel, axis in zip(panels, lanes):
-            for phase, start, stop in phases:
-                panel.axvspan(start - 0.5, stop - 0.5, color=_PHASES.get(phase, "white"), zorder=0)
-            rows = [row for row in self.rows if row.axis == axis]
-            colors = [_COLORS.get(row.purpose, _NUMBERS) for row in rows]
-            panel.bar(
-                [row.number for row in rows],
-                [row.nbytes / one for row in rows],
-                width=0.86,
-                color=colors,
-            )
-            for row in rows:  # their units, where they fit
-                if (
-                    row.unit
-                    and len(row.unit) < 12
-                    and len(self.rows) < 60
-                    and row.nbytes > 0.4 * most
-                ):
-                    text = {
-                        "rotation": 90,
-                        "ha": "center",
-                        "va": "center",
-                        "fontsize": 7,
-                        "color": "white",
-                    }
-                    panel.text(row.number, row.nbytes / one / 2, row.unit, **text)
-            panel.set(xlim=(-0.5, max(len(self.rows), 1) - 0.5), ylim=(0, 1.2 * most / one))
-            panel.set_yticks([0, most / one], ["0", f"{most / one:.3g} {unit}"], fontsize=8)
-            panel.set_ylabel(axis, fontsize=8)
-            panel.spines[["top", "right"]].set_visible(False)
-        above = {"ha": "center", "va": "top", "fontsize": 8, "color": "0.4"}
-        for phase, start, stop in phases:
-            if stop - start > 0.05 * len(self.rows):
-                panels[0].text((start + stop - 1) / 2, 1.19 * most / one, phase, **above)
-        panels[0].set_title(self.title, loc="left", fontsize=10, fontweight="bold")
-        panels[-1].set_xticks([])
-        panels[-1].set_xlabel(f"the {len(self.rows)} collectives, in order", fontsize=8)
-        used = dict.fromkeys(
-            row.purpose if row.purpose in _COLORS else "numbers" for row in self.rows
+        most = max((row.nbytes for row in self.rows), default=0) or 1
+        scale, unit = scale_of(most)
+
+        def event(row: CommRow) -> Event:
+            kind = row.purpose if row.purpose in _COLORS else "numbers"
+            return Event(row.axis, kind, row.number, row.number + 1, row.unit, row.nbytes / most)
+
+        runs = groupby(self.rows, key=lambda row: row.phase)
+        timeline = Timeline(
+            end=len(self.rows),
+            lanes={axis: axis for axis in self.by_axis() or ["data"]},
+            events=list(map(event, self.rows)),
+            colors=_COLORS,
+            phases=[(phase, next(run).number) for phase, run in runs],
+            title=self.title,
+            time=f"the {len(self.rows)} collectives, in order; a full bar is {most / scale:.3g} {unit}",
         )
-        patches = [Patch(color=_COLORS.get(name, _NUMBERS), label=name) for name in used]
-        figure.legend(
-            handles=patches,
-            loc="outside lower center",
-            ncols=max(len(patches), 1),
-            frameon=False,
-            fontsize=8,
-        )
-        return figure
+        return draw_timelines([timeline], needed_by="trace_comm(…).draw()")
 
     def save(self, path: str | Path) -> None:
         """Writes the picture, in the format of the file's extension; creates the
@@ -318,19 +277,11 @@ def _title(plan: Plan) -> str:
     return f"what a rank sends in a step: ZeRO stage {plan.stage} on {describe(plan.mesh)}"
 
 
-_COLORS: dict[str, str] = {
+_COLORS = {
     "gather": "tab:blue",
     "reduce": "tab:orange",
     "all_gather_params": "tab:green",
-    "momentum": "tab:olive",
+    "owners": "tab:olive",
     "buffers": "tab:purple",
+    "numbers": "0.45",  # collectives of a few numbers
 }
-_NUMBERS = "0.45"  # the color of collectives of a few numbers
-_PHASES = {"forward": "#f3f6fa", "boundary": "#ffffff", "backward": "#fbf3ea", "update": "#eef6ee"}
-
-
-def _phases(rows: Sequence[CommRow]) -> Iterator[tuple[str, int, int]]:
-    """Runs of rows of the same phase: (phase, start, stop)."""
-    for phase, run in groupby(rows, key=lambda row: row.phase):
-        numbers = [row.number for row in run]
-        yield phase, numbers[0], numbers[-1] + 1

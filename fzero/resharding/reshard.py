@@ -365,8 +365,8 @@ def _report(
         _check_devices(old, new)
         if (state is None) != (old_rank is None):
             raise ValueError(
-                f"state: must be this process' part where old is bound to running ranks, and None "
-                f"where it is on an AbstractAxis, got {'None' if state is None else 'a state'} "
+                f"state: must be this process' part if `old` runs on ranks, and None if `old` is "
+                f"on an AbstractAxis, got {'None' if state is None else 'a state'} "
                 f"with {old.runtime.ranks}; pass the step that made it"
             )
         if state is not None:

@@ -13,6 +13,7 @@ import optree
 
 from fzero.optim.fragments import grids_of
 from fzero.optim.matrix import AdafactorState
+from fzero.optim.whole_matrices import EntriesSpec
 from fzero.optim.whole_params import WholeState
 from fzero.plans.flat_params import ALIGNMENT
 from fzero.plans.leaves import StateLeaf
@@ -163,6 +164,9 @@ class BufferTensors:
         """The layout of each parameter's entries in Adafactor's means over rows and
         columns, or in a tensor of whole parameters' state, which are replicated."""
         buffer = self.buffer
+        if isinstance(leaf.spec, EntriesSpec):
+            own = leaf.spec.layout
+            return FlatLayout(own.names, own.shapes, self.plan.world_size, multiple_of=ALIGNMENT)
         if isinstance(self.plan.optimizer[buffer.key], WholeState):
             (name,) = (
                 name for name in buffer.layout.names if leaf.path.startswith(f".tensors[{name!r}]")

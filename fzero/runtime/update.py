@@ -24,23 +24,22 @@ import fzero.optim as optim
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.mesh import AxisMesh, RankMesh
 from fzero.comms.pending import Pending
-from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.optim.rounding import salts_of, stochastic
 from fzero.optim.transforms import NUM_SALTS, Transform, mixed_precision, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
+from fzero.runtime.contents import NO_RANKS, contents_of
 from fzero.state import TrainState
 from fzero.storage.shard_transfer import BufferPool, updated_part
 from fzero.storage.state_memory import StateMemory, Update
-from fzero.verbs import optimizer_update
+from fzero.verbs import optimizer_update, update_together
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
     from fzero.optim.lr_schedules import Schedule
 
-NO_RANKS = "a step on an AbstractAxis updates nothing"
 MOST_TOGETHER = 1 << 24
 """The most elements of several flat buffers that one call updates; their all-gather
 overlaps with the next call.
@@ -201,7 +200,13 @@ class Updater:
             )
             (away if is_away else here).append(update)
         params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
-        for alike in self._alike(here):
+        if wholes := [x for x in here if not x.buffer.elementwise]:
+            transforms = [x.transform_at(0, x.grad.numel()) for x in wholes]
+            given: Any = zip(*((x.grad, x.master, x.state) for x in wholes), strict=True)
+            news = update_together(transforms, *given)
+            optimizer |= {x.buffer.key: new for x, new in zip(wholes, news, strict=True)}
+            pending += _start_joins(wholes, params)
+        for alike in self._alike([x for x in here if x.buffer.elementwise]):
             transform = alike[0].transform_at(0, alike[0].grad.numel())
             grads, masters, states = zip(*((x.grad, x.master, x.state) for x in alike), strict=True)
             _, news = optimizer_update(transform, masters, grads, states, donate=True)
@@ -284,10 +289,7 @@ class Updater:
             transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.rule)
             self._made[rule] = (lr, momentum), transform
         else:
-            contents = optim.ShardContents.whole(buffer.layout)
-            if buffer.flow.updates == "shard":
-                stack, join = partial(_stack, mesh or self.mesh), partial(_join, mesh or self.mesh)
-                contents = optim.ShardContents(buffer.layout, (self.shard,), stack=stack, join=join)
+            contents = contents_of(self.plan, buffer, self.shard, mesh or self.mesh)
             transform = optimizer.transform(
                 lr=lr, momentum=momentum, contents=contents, kind=buffer.rule
             )
@@ -357,16 +359,6 @@ def _are_same(made: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
         x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y)
         for x, y in zip(made, now)
     )
-
-
-def _stack(mesh: AxisMesh[Any] | None, partial_1K: Tensor) -> Tensor:
-    assert mesh is not None, NO_RANKS
-    return mesh.stack(partial_1K[0], label=Label("optimizer", phase="update"))
-
-
-def _join(mesh: AxisMesh[Any] | None, shard_S: Tensor) -> Tensor:
-    assert mesh is not None, NO_RANKS
-    return mesh.all_gather(shard_S, mesh.axes, label=Label("momentum", phase="update"))
 
 
 def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:

@@ -459,7 +459,12 @@ def test_the_peak_is_that_of_the_sum_and_not_the_sum_of_peaks() -> None:
     assert {name: n for name, n in found.rows[-1].held.items() if name != "streams"} == {}, (
         "nothing is left"
     )
-    assert found.draw("a step").axes
+    (axes,) = found.draw("a step").axes
+    assert found.peak.label in axes.texts[0].get_text() and axes.get_title(loc="left") == "a step"
+    assert (
+        axes.get_xticklabels()[0].get_text() == "forward"
+        and axes.get_ylabel()[2:] == " on the device"
+    )
 
 
 def test_an_accumulated_step_takes_its_micro_steps_and_keeps_no_more() -> None:

@@ -785,6 +785,12 @@ def test_a_timeline_draws_two_lanes_and_what_is_gathered() -> None:
     assert [label.get_text() for label in lanes.get_yticklabels()] == ["compute", "collectives"]
     assert lanes.get_title(loc="left") == "stage 3" and memory.get_ylabel() == "kB alive"
     assert len(timeline.draw(*[timeline] * 3).axes) == 8
+    bars = sum(bar.get_width() for bar in lanes.patches) / 1e3  # of the wait and compute lane too
+    assert bars == pytest.approx(timeline.seconds + timeline.communicating)
+    areas = [area.get_paths()[0].vertices[:, 1].max() * 1e3 for area in memory.collections]
+    live = timeline.liveness
+    assert max(areas) == pytest.approx(live.arguments + live.peak)
+    assert areas[0] == pytest.approx(live.arguments)
 
 
 def test_timelines_one_after_the_other_keep_their_spans_and_bytes() -> None:

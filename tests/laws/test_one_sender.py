@@ -13,13 +13,21 @@ from test_rooms import files, name_of, tree_of
 
 COLLECTIVES = {
     f"{start}{name}"
-    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sum_replicas", "sum")
+    for name in (
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "all_to_all",
+        "exchange",
+        "sum_replicas",
+        "sum",
+    )
     for start in ("start_", "")
-} - {"start_sum_replicas", "sum_replicas", "sum"}  # a verb; a sum of a tensor
+} - {"start_sum_replicas", "sum_replicas", "sum", "exchange"}  # a verb; a sum of a tensor
 
 SENDERS = {
     "fzero.verbs": "the verbs",
-    "fzero.runtime.update": "the momentum of transforms that look at whole parameters (Muon)",
+    "fzero.runtime.contents": "matrices to and from their owners",
     "fzero.deepspeed.engine.divided": (
         "parameters of a model under zero.Init, before there is a step"
     ),

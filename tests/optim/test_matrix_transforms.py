@@ -26,6 +26,7 @@ from fzero.optim.transforms import Transform
 from sharding import Replicated, Sharded, TensorSpec
 from sharding.flat_runs import boxes
 from sharding.layout import FlatLayout
+from sharding.owners import OwnedBuffer, assign_owners, matrices_of
 from sharding.testing import layouts, shapes
 from sharding.views import dtype_name, flatten, take_shard, unflatten
 
@@ -64,16 +65,26 @@ every_transform = pytest.mark.parametrize("name", MAKERS)
 # --- ranks in threads -----------------------------------------------------------------------------
 
 
+def owners_of(layout: FlatLayout, parts: dict[str, int] | None = None) -> tuple[int, ...] | None:
+    """An owner for each matrix, where all parameters are matrices."""
+    if any(len(shape) < 2 for shape in layout.shapes):
+        return None
+    return assign_owners(matrices_of(layout, parts=parts or {}), layout.world_size)
+
+
 class Ranks:
     """W ranks in threads, each of which runs a function; they exchange tensors at a
     barrier.
     """
 
-    def __init__(self, layout: FlatLayout) -> None:
+    def __init__(self, layout: FlatLayout, parts: dict[str, int] | None = None) -> None:
         self.layout = layout
         self.barrier = Barrier(layout.world_size, timeout=60)
         self.slots: list[tuple[str, Tensor]] = [("", torch.zeros(0))] * layout.world_size
         self.calls: list[list[str]] = [[] for _ in range(layout.world_size)]
+        self.sent = [0] * layout.world_size
+        self.splits: list[list[int]] = [[]] * layout.world_size
+        self.parts = parts or {}
 
     def contents(self, rank: int) -> ShardContents:
         def exchange(x: Tensor, kind: str) -> list[Tensor]:
@@ -85,11 +96,24 @@ class Ranks:
             assert set(kinds) == {kind}, "the ranks are in different collectives"
             return list(world)
 
+        def to_owners(x: Tensor, sent: list[int], received: list[int]) -> Callable[[], Tensor]:
+            self.sent[rank] += sum(sent) - sent[rank]
+            self.splits[rank] = sent
+            arrived = zip(exchange(x, "exchange"), list(self.splits), strict=True)
+            found = torch.cat([torch.split(of_rank, split)[rank] for of_rank, split in arrived])
+            self.barrier.wait()  # the splits may change now
+            assert len(found) == sum(received)
+            return lambda: found
+
         return ShardContents(
             self.layout,
             (rank,),
             stack=lambda x: torch.cat(exchange(x, f"stack {tuple(x.shape)}")),
             join=lambda x: torch.cat(exchange(x, f"join {tuple(x.shape)}")),
+            owners=owners_of(self.layout, self.parts),
+            places=tuple((0, shard) for shard in range(self.layout.world_size)),
+            rank=rank,
+            exchange=to_owners,
         )
 
     def run(self, work: Callable[[int, ShardContents], Any]) -> list[Any]:
@@ -159,14 +183,16 @@ MATRICES = FlatLayout(
 # --- the same bits however the buffer is cut ------------------------------------------------------
 
 
-def check_same_bits(make: Make, layout: FlatLayout, seed: int) -> list[list[str]]:
+def check_same_bits(
+    make: Make, layout: FlatLayout, seed: int, parts: dict[str, int] | None = None
+) -> list[list[str]]:
     """Raises unless the updates of shards are shards of the full update; returns the
     calls of each rank.
     """
     params, grads = values(layout, seed)
     param_P, grads_P = flatten(params, layout), [flatten(grad, layout) for grad in grads]
     full, full_state = run(make(ShardContents.whole(layout)), param_P, grads_P)
-    partition, ranks = layout.partition, Ranks(layout)
+    partition, ranks = layout.partition, Ranks(layout, parts)
 
     def work(rank: int, contents: ShardContents) -> tuple[Tensor, Any]:
         shards = [take_shard(grad, partition, rank) for grad in grads_P]
@@ -182,7 +208,8 @@ def check_same_bits(make: Make, layout: FlatLayout, seed: int) -> list[list[str]
         for own, of_all, where in zip(*leaves, placed, strict=True):
             if own is not None:
                 is_cut = isinstance(where.spec, Sharded)
-                assert torch.equal(own, take_shard(of_all, partition, rank) if is_cut else of_all)
+                of_tensor = where.partition(layout.world_size)
+                assert torch.equal(own, take_shard(of_all, of_tensor, rank) if is_cut else of_all)
     return ranks.calls
 
 
@@ -217,6 +244,10 @@ def _update_own_shard(
         (axis.rank,),
         stack=lambda partial: collectives.stack(partial[0], axis),
         join=lambda shard: primitives.all_gather(shard, axis),
+        owners=owners_of(layout),
+        places=tuple((0, shard) for shard in range(layout.world_size)),
+        rank=axis.rank,
+        exchange=lambda *given: collectives.start_exchange(*given, axis).wait,
     )
     shards = [take_shard(grad, layout.partition, axis.rank) for grad in grads_P]
     return run(MAKERS[name](contents), take_shard(param_P, layout.partition, axis.rank), shards)[0]
@@ -390,7 +421,7 @@ def test_in_float32_lamb_and_adafactor_keep_to_their_references_to_rounding() ->
 @pytest.mark.parametrize("shape", [(5, 5), (3, 40), (40, 3), (1, 7)])
 def test_orthogonalised_singular_values_are_about_one(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    found = orthogonalise(matrix).float()
+    found = orthogonalise(matrix[None])[0].float()
     assert found.shape == shape
     singular = torch.linalg.svdvals(found)
     # The range after five steps of the quintic (kellerjordan.github.io/posts/muon: "Uniform(0.5,
@@ -405,11 +436,21 @@ def test_orthogonalised_singular_values_are_about_one(shape: tuple[int, int]) ->
 # --- what is sent, and what is kept ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "joins"), [((8, 8), 0), ((8, 9), 2)])
-def test_muon_sends_nothing_where_no_matrix_is_cut(rows: tuple[int, int], joins: int) -> None:
-    layout = FlatLayout(("a", "b"), tuple((n, 4) for n in rows), 2)
-    calls = check_same_bits(MAKERS["muon, defaults"], layout, seed=0)
-    assert [len(own) for own in calls] == [joins and NUM_STEPS] * 2
+@given(layout=cut_layouts(only_matrices=True))
+def test_muon_sends_each_matrix_to_its_owner_and_back(layout: FlatLayout) -> None:
+    params, grads = values(layout)
+    ranks, partition = Ranks(layout), layout.partition
+
+    def work(rank: int, contents: ShardContents) -> Any:
+        shards = [take_shard(flatten(grad, layout), partition, rank) for grad in grads]
+        param = take_shard(flatten(params, layout), partition, rank)
+        return run(MAKERS["muon, defaults"](contents), param, shards)
+
+    ranks.run(work)
+    matrices, places = matrices_of(layout), tuple((0, r) for r in range(layout.world_size))
+    owned = OwnedBuffer(layout, matrices, owners_of(layout) or (), places)
+    assert ranks.sent == [owned.num_sent(rank) * NUM_STEPS for rank in range(layout.world_size)]
+    assert sum(ranks.sent) <= 2 * layout.numel * NUM_STEPS
 
 
 def test_lamb_and_adafactor_send_sums_only() -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import fzero
 from fzero.__main__ import main
+from fzero.common.timelines import draw_timelines
 from fzero.config.config import ConfigError
 from fzero.estimation import estimate_layers, fit, plan_pipeline
 from fzero.estimation.models import NamedModel, PlainGPT, named, sample_of
@@ -29,8 +30,7 @@ from fzero.pipeline import (
     plan_order,
     predict,
 )
-from fzero.pipeline.picture import draw_timeline
-from fzero.pipeline.timeline import stored_over_time
+from fzero.pipeline.timeline import drawn, stored_over_time
 from fzero.plans.machine_model import MachineModel
 from fzero.profiling import measure_layers
 from sharding import Mesh
@@ -266,7 +266,7 @@ def test_measured_costs_are_those_of_the_layers() -> None:
 def test_the_picture_has_a_bar_for_every_event_and_what_is_stored() -> None:
     order = plan_order(interleaved(2), 2, 4)
     timeline = predict(order, [LayerCost(1, 2, stored_nbytes=10_000_000)] * 4)
-    (axes,) = draw_timeline(timeline).axes
+    (axes,) = draw_timelines([drawn(timeline)], needed_by="a test").axes
     bars = list(axes.patches)
     assert len(bars) == sum(len(order.compute(stage)) for stage in range(2))
     assert sum(bar.get_width() for bar in bars) == pytest.approx(

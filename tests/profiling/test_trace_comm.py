@@ -485,9 +485,14 @@ def test_a_report_adds_up_and_has_a_table_and_a_picture(tmp_path: Path) -> None:
     assert any("all of it" in line and f"{comm.by_axis()['node']:,}" in line for line in lines)
     comm.save(tmp_path / "new" / "comm.png")
     assert (tmp_path / "new" / "comm.png").read_bytes().startswith(b"\x89PNG")
-    lanes = comm.draw().axes
-    assert [lane.get_ylabel() for lane in lanes] == list(comm.by_axis()) and len(lanes) == 3
-    assert sum(len(lane.patches) for lane in lanes) >= len(comm.rows)
+    (axes,) = comm.draw().axes
+    assert [lane.get_text() for lane in axes.get_yticklabels()] == list(comm.by_axis())
+    assert len(comm.by_axis()) == 3 and len(axes.patches) == len(comm.rows)
+    most = max(row.nbytes for row in comm.rows)
+    for row, bar in zip(comm.rows, axes.patches, strict=True):
+        assert bar.get_height() == pytest.approx(0.8 * row.nbytes / most)
+    phases = dict.fromkeys(row.phase for row in comm.rows)
+    assert [label.get_text() for label in axes.get_xticklabels()] == list(phases)
 
 
 @pytest.mark.long

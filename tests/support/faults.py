@@ -251,7 +251,7 @@ CHOSEN = (
     ),
     Fault(
         OPTIM,
-        "update",
+        "calls",
         "new_param.copy_(narrow_param)",
         "pass",
         "the parameters do not become the master's",

@@ -65,9 +65,8 @@ NOT_CORE = (
     "sharding/toy_models.py",
     "sharding/reference.py",
     "fzero/comms/hangs/thread_dumps.py",
-    "fzero/pipeline/picture.py",
 )
-"""What tests use, and what only describes a hang or draws."""
+"""What tests use, and what only describes a hang."""
 
 COPIED = (
     "fzero",

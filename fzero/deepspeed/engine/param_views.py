@@ -5,8 +5,8 @@ A parameter that this rank holds in full (stages 0 to 2, and persistent ones in 
 is a view of the state's flat buffer, and is read like any other. A sharded one has
 dtype and device, but no elements, as in DeepSpeed: its shape is `ds_shape`,
 `state_dict()` has an empty tensor for it (`absent_values`), and computing with either
-raises an error with a fix. The parameter objects do not change, so a script's own references to them (in an
-optimizer, in a list) are still valid.
+raises an error with a fix. The parameter objects do not change, so a script's own
+references to them (in an optimizer, in a list) are still valid.
 """
 
 from __future__ import annotations
