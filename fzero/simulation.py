@@ -17,6 +17,7 @@ W·S, S elements of a shard.
 from __future__ import annotations
 
 import copy
+import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -453,6 +454,9 @@ class VmapRanks(LockstepRanks):
                 if not is_donated(state):
                     taken(state)
                 raise  # an update that has begun must not run again
+            # PyTorch's compiler skips code for ever that has failed in it once
+            if "torch._dynamo" in sys.modules:
+                torch._dynamo.reset()  # type: ignore[no-untyped-call]
             first_line = textwrap.shorten(str(error).partition("\n")[0], 300)
             reason = (
                 f"simulate: torch.vmap cannot run this step for all ranks at once: {first_line}"

@@ -449,6 +449,17 @@ def test_operators_of_control_flow_are_refused_by_vmap_and_named(operator: str) 
         _run(fzero.simulate(_step(case, 3), 2, by="vmap"), case, 1)
 
 
+@pytest.mark.parametrize("operator", ["cond", "map", "scan", "while_loop"])
+def test_operators_of_control_flow_run_in_lockstep_where_vmap_was_tried_first(
+    operator: str,
+) -> None:
+    case = Case(functools.partial(ControlFlow, operator), vectors)
+    expected = _run(fzero.simulate(_step(case, 3), 2, by="lockstep"), case, 2)
+    with pytest.warns(UserWarning, match=f"operator {operator} .* in lockstep"):
+        found = _run(fzero.simulate(_step(case, 3), 2), case, 2)
+    assert_same(found, expected)
+
+
 def test_what_vmap_cannot_do_is_reported_or_done_in_lockstep() -> None:
     class Reads(Plain):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
