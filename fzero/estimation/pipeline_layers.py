@@ -77,7 +77,7 @@ def layer_costs(
         machine: the rates.
         layer_of: the layer of a parameter; by default its unit.
     """
-    layers = _visits(trace, machine, layer_of or (lambda name: planned.param_owners[name][0].name))
+    layers = _visits(trace, machine, layer_of or (lambda name: planned.param_units[name][0].name))
     state, numels, sent = _of_params(planned)
     costs = [
         LayerCost(

@@ -61,13 +61,13 @@ def _declared(plan: Plan) -> Iterator[UnitEvent]:
 
 
 def _traced(plan: Plan, trace: ActivationTrace, machine: MachineModel) -> Iterator[UnitEvent]:
-    param_owners, events = plan.param_owners, trace.events
+    param_units, events = plan.param_units, trace.events
     last = {
-        param_owners[m.name][0].name: index for index, m in enumerate(events) if m.kind == "grad"
+        param_units[m.name][0].name: index for index, m in enumerate(events) if m.kind == "grad"
     }
     before = UnitEvent("begin")
     for index, (event, seconds) in enumerate(zip(events, trace.seconds(machine), strict=True)):
-        unit, buffer = param_owners.get(event.name, (None, None))
+        unit, buffer = param_units.get(event.name, (None, None))
         kind, name, key, ends, numel = event.kind, "", "", False, 0
         if unit is not None and buffer is not None:
             name = unit.name

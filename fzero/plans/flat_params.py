@@ -64,7 +64,7 @@ class FlatParamPlan:
     elementwise: bool = True
     """Whether the optimizer treats each element separately."""
     matrices: Matrices | None = field(default=None, repr=False)
-    """The matrices that are computed by one owner each (`Plan.owners`), if any."""
+    """The matrices that have an owner each (`Plan.owners`), if any."""
     start: int = 0
     """The update in which the optimizer state began; parameters that differ in it have
     different buffers.

@@ -81,7 +81,7 @@ class Plan:
         streaming: how state that lives off the device moves.
         unit_rules: the part of the plan that the unit scheduler reads.
         flat_buffers: those of all units.
-        param_owners: the unit and the flat buffer of each parameter, by its name.
+        param_units: the unit and the flat buffer of each parameter, by its name.
         flats: the name of the unit of each flat buffer, and the buffer itself, by its
             key.
         owners: by flat buffer with whole matrices, the rank that computes with each.
@@ -105,7 +105,7 @@ class Plan:
     streaming: Streaming = field(default_factory=Streaming, repr=False, compare=False)
     unit_rules: UnitRules = field(init=False, repr=False, compare=False)
     flat_buffers: tuple[FlatParamPlan, ...] = field(init=False, repr=False, compare=False)
-    param_owners: dict[str, tuple[UnitPlan, FlatParamPlan]] = field(
+    param_units: dict[str, tuple[UnitPlan, FlatParamPlan]] = field(
         init=False, repr=False, compare=False
     )
     flats: dict[str, tuple[str, FlatParamPlan]] = field(init=False, repr=False, compare=False)
@@ -119,11 +119,11 @@ class Plan:
         object.__setattr__(
             self, "flat_buffers", tuple(buffer for unit in self.units for buffer in unit.buffers)
         )
-        param_owners: dict[str, tuple[UnitPlan, FlatParamPlan]] = {}
+        param_units: dict[str, tuple[UnitPlan, FlatParamPlan]] = {}
         for unit in self.units:
             for buffer in unit.buffers:
-                param_owners |= dict.fromkeys(buffer.layout.names, (unit, buffer))
-        object.__setattr__(self, "param_owners", param_owners)
+                param_units |= dict.fromkeys(buffer.layout.names, (unit, buffer))
+        object.__setattr__(self, "param_units", param_units)
         flats = {buffer.key: (unit.name, buffer) for unit in self.units for buffer in unit.buffers}
         object.__setattr__(self, "flats", flats)
         object.__setattr__(self, "owners", owned.owners_of(self.flat_buffers, self.world_size))

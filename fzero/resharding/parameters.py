@@ -365,14 +365,14 @@ def _homes(step: TrainStep) -> dict[str, FlatParamPlan]:
 
 
 def _home(step: TrainStep, name: str) -> FlatParamPlan:
-    param_owners = step.plan.param_owners
+    param_units = step.plan.param_units
     name = step.plan.aliases.get(name, name)
-    if name not in param_owners:
+    if name not in param_units:
         raise ValueError(
-            f"parameter {name!r}: must be one of the model, such as {', '.join(list(param_owners)[:4])}; "
+            f"parameter {name!r}: must be one of the model, such as {', '.join(list(param_units)[:4])}; "
             f"pass one"
         )
-    return param_owners[name][1]
+    return param_units[name][1]
 
 
 def _trained(step: TrainStep, name: str) -> FlatParamPlan:

@@ -326,9 +326,9 @@ class ForwardBackward:
             or name not in present.leaves
             or not (is_open or present.forward is self.forwards.of_node)
         ):
-            if name not in self.plan.param_owners:
+            if name not in self.plan.param_units:
                 raise late("parameter", name)
-            unit = self.plan.param_owners[name][0]
+            unit = self.plan.param_units[name][0]
             enter = (
                 untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
             )
@@ -405,7 +405,7 @@ class ForwardBackward:
                 continue
             by_buffer: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
             for name, grad in pulled.items():
-                by_buffer[self.plan.param_owners[name][1].key][name] = grad
+                by_buffer[self.plan.param_units[name][1].key][name] = grad
             for key, own in by_buffer.items():
                 owner, buffer = self.plan.flats[key]
                 if buffer.trainable:

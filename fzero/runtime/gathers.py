@@ -221,7 +221,7 @@ class Gathers:
         def again(names: Iterable[str]) -> dict[str, Tensor]:
             need(unit)
             flats: dict[str, Any] = {**self._params, **self._live.get(unit, {})}
-            owners = ((own, self._plan.param_owners[own][1]) for own in names)
+            owners = ((own, self._plan.param_units[own][1]) for own in names)
             return {
                 own: flats[b.key][slice(*b.layout.bounds(own))].view(b.layout.shape(own))
                 for own, b in owners
@@ -229,7 +229,7 @@ class Gathers:
 
         masks: dict[str, Tensor] = {}
         for name in [name for name in grads if name in self._seen.is_on]:
-            unit = self._plan.param_owners[name][0].name
+            unit = self._plan.param_units[name][0].name
             found = self._seen.pulled(name, grads[name], again)
             grads[name], mask = found.pop(name)
             if mask is not None:

@@ -183,7 +183,7 @@ class Reductions:
         """As `add`, in a backward that only adds, for gradients of any flat buffers."""
         self.has_come, parts = True, self._parts
         for name, grad in grads.items():
-            if name not in parts and (buffer := self._plan.param_owners[name][1]).trainable:
+            if name not in parts and (buffer := self._plan.param_units[name][1]).trainable:
                 home: Any = self._grads[buffer.key]
                 parts |= cut(home, buffer)
             if name in parts:

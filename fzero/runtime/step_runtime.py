@@ -155,7 +155,7 @@ class StepRuntime:
             learned=Learned.nothing(spec),
             changes=changes,
             stored_names=spec.stored_names,
-            flags=FixedFlags(spec.model, plan.param_owners) if spec.trained is None else None,
+            flags=FixedFlags(spec.model, plan.param_units) if spec.trained is None else None,
             statistics=frozenset(spec.statistics & set(plan.buffers)),
             observer=observer_of(ranks, spec.model, cfg, spec.loss_fn, device),
             # `world` is of ranks that run

@@ -169,7 +169,7 @@ def test_a_parameter_without_state_begins_anew_in_a_flat_buffer_of_its_own(
         state = fzero.load(folder, step=step).state
     counts = {
         name: int(state.optimizer[buffer.key].step)
-        for name, (_, buffer) in step.plan.param_owners.items()
+        for name, (_, buffer) in step.plan.param_units.items()
         if buffer.trainable
     }
     assert counts.pop("unused") == 0 and set(counts.values()) == {NUM_STEPS}
@@ -223,7 +223,7 @@ def test_model_and_optimizer_are_found_under_any_keys(wrap: str, tmp_path: Path)
     state = fzero.load(tmp_path / "saved", step=step).state
     for name, param in model.named_parameters():
         torch.testing.assert_close(step.gather(state)[name], param.detach(), rtol=0, atol=0)
-        key = step.plan.param_owners[name][1].key
+        key = step.plan.param_units[name][1].key
         layout = step.plan.flats[key][1].layout
         found = state.optimizer[key].exp_avg[slice(*layout.bounds(name))].view(param.shape)
         torch.testing.assert_close(found, optim.state[param]["exp_avg"], rtol=0, atol=0)
@@ -240,7 +240,7 @@ def test_masters_are_the_job_s_parameters_and_16_bit_parameters_their_rounding(
     )
     state = fzero.load(tmp_path / "saved", step=step).state
     for name, param in model.named_parameters():
-        buffer = step.plan.param_owners[name][1]
+        buffer = step.plan.param_units[name][1]
         master = state.master[buffer.key][slice(*buffer.layout.bounds(name))].view(param.shape)
         torch.testing.assert_close(master, param.detach(), rtol=0, atol=0)
         rounded = state.params[buffer.key][slice(*buffer.layout.bounds(name))].view(param.shape)

@@ -353,7 +353,7 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         return [buffer for buffer in self._step.plan.flat_buffers if buffer.trainable]
 
     def _home(self, name: str) -> FlatParamPlan:
-        home: FlatParamPlan = self._step.plan.param_owners[name][1]
+        home: FlatParamPlan = self._step.plan.param_units[name][1]
         return home
 
     def _name(self, param: Tensor) -> str:

@@ -65,7 +65,7 @@ class OutsideGrads:
         """
         running = map(torch._C._will_engine_execute_node, self._nodes.values())
         self._missing = Counter(
-            work.plan.param_owners[name][0].name for name in compress(self._nodes, running)
+            work.plan.param_units[name][0].name for name in compress(self._nodes, running)
         )
         if self._missing:
             expect(work, sorted(self._missing))
@@ -82,7 +82,7 @@ class OutsideGrads:
 
     def add(self, work: ForwardBackward, name: str, grad: Tensor | None) -> None:
         """Gives a gradient to the present backward."""
-        unit = work.plan.param_owners[name][0].name
+        unit = work.plan.param_units[name][0].name
         work.add_grads(unit, (name,), (grad,))
         self._missing[unit] -= 1
         if self._missing[unit] == 0:
