@@ -115,8 +115,9 @@ class FlatParamPlan:
 
         (Row sums, which every rank holds in full, may happen to have the same length.)
         """
-        is_alike = spec.shape == (self.padded_numel,) and spec.spec == self.row.optimizer
-        return is_alike and not isinstance(spec, EntriesSpec)
+        if isinstance(spec, EntriesSpec):
+            return False
+        return spec.shape == (self.padded_numel,) and spec.spec == self.row.optimizer
 
     @property
     def joins_shards(self) -> bool:

@@ -84,7 +84,7 @@ class Plan:
         param_units: the unit and the flat buffer of each parameter, by its name.
         flats: the name of the unit of each flat buffer, and the buffer itself, by its
             key.
-        owners: by flat buffer with whole matrices, the rank that computes with each.
+        owners: by flat buffer, the rank that computes with each matrix.
     """
 
     stage: Stage

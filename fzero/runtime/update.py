@@ -202,7 +202,7 @@ class Updater:
         params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
         if wholes := [x for x in here if not x.buffer.elementwise]:
             transforms = [x.transform_at(0, x.grad.numel()) for x in wholes]
-            given: Any = zip(*((x.grad, x.master, x.state) for x in wholes), strict=True)
+            given = ([getattr(x, of) for x in wholes] for of in ("grad", "master", "state"))
             news = update_together(transforms, *given)
             optimizer |= {x.buffer.key: new for x, new in zip(wholes, news, strict=True)}
             pending += _start_joins(wholes, params)
