@@ -229,10 +229,7 @@ def train(options: argparse.Namespace) -> None:
                     **files,
                 }
             }
-        configs, schedule = (
-            {"": config(stage, dtype, **offload)},
-            smaller_at_the_end,
-        )
+        configs, schedule = {"": config(stage, dtype, **offload)}, smaller_at_the_end
         if options.comm_hooks:
             configs = {
                 "exact": configs[""],

@@ -114,7 +114,7 @@ def call_owners(calls: Sequence[OwnerCall]) -> list[Reply]:
     groups = _groups(calls)
     arriving = [_start_there(calls, group) for group in groups]
     leaving = [
-        _start_back(calls, group, _compute(calls, group, [*map(_wait, waits)]))
+        _start_back(calls, group, _compute(calls, group, [wait() for wait in waits]))
         for group, waits in zip(groups, arriving, strict=True)
     ]
     found: dict[tuple[int, int], list[tuple[int, Tensor]]] = defaultdict(list)
@@ -128,10 +128,6 @@ def call_owners(calls: Sequence[OwnerCall]) -> list[Reply]:
         )
         for index, call in enumerate(calls)
     ]
-
-
-def _wait(wait: Callable[[], Pieces]) -> Pieces:
-    return wait()
 
 
 def _groups(calls: Sequence[OwnerCall]) -> list[_Group]:

@@ -451,15 +451,17 @@ def check_matrices(matrix: MatrixTransform, *, name: str = "matrix") -> None:
                 f"matrices"
             )
         _check_equal(name, "init must depend on shapes alone", made, matrix.init(stacks[0]))
-        runs = [_updates(matrix, stacks, shape) for _ in range(2)]
+        runs = [_updates(name, matrix, stacks, shape) for _ in range(2)]
         _check_equal(name, "update must keep everything in its state", runs[0], runs[1])
         for index in range(2):
-            alone = _updates(matrix, stacks[:, index : index + 1], shape)
+            alone = _updates(name, matrix, stacks[:, index : index + 1], shape)
             own = [x[index : index + 1] for x in runs[0]]
             _check_equal(name, "update must treat each matrix of a stack alone", own, alone, 1e-4)
 
 
-def _updates(matrix: MatrixTransform, stacks: Tensor, shape: tuple[int, int]) -> list[Tensor]:
+def _updates(
+    name: str, matrix: MatrixTransform, stacks: Tensor, shape: tuple[int, int]
+) -> list[Tensor]:
     """The directions and the last state of updates with each stack."""
     state, found = matrix.init(torch.zeros(len(stacks[0]), *shape)), []
     for count, stack in enumerate(stacks, 1):
@@ -467,7 +469,7 @@ def _updates(matrix: MatrixTransform, stacks: Tensor, shape: tuple[int, int]) ->
         direction, state = matrix.update(stack.clone(), state, counts)
         if direction.shape != stack.shape:
             raise ValueError(
-                f"update must return a direction of the stack's shape {tuple(stack.shape)}, got "
+                f"{name}: update must return a direction of the stack's shape {tuple(stack.shape)}, got "
                 f"{tuple(direction.shape)}; return (directions, state)"
             )
         found.append(direction)

@@ -369,7 +369,8 @@ def _home(step: TrainStep, name: str) -> FlatParamPlan:
     name = step.plan.aliases.get(name, name)
     if name not in param_units:
         raise ValueError(
-            f"parameter {name!r}: must be one of the model, such as {', '.join(list(param_units)[:4])}; "
+            f"parameter {name!r}: must be one of the model, such as "
+            f"{', '.join(list(param_units)[:4])}; "
             f"pass one"
         )
     return param_units[name][1]
