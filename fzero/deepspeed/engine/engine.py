@@ -632,7 +632,9 @@ class Engine(nn.Module):
 
 show_part(Engine, "accumulation", Accumulation, but=("ends", "samples"))
 show_part(Engine, "progress", Progress, but=("following", "has_updated", "step_scheduler"))
-show_part(Engine, "held_module", HeldModule, also=GATHERS_16_BIT, but=("begin", "show_buffers"))
+show_part(
+    Engine, "held_module", HeldModule, also=GATHERS_16_BIT, but=("begin", "replace", "show_buffers")
+)
 show_part(Engine, "engine_log", EngineLog, but=("observed", "report"))
 show_part(Engine, "engine_settings", Settings, also=DEEPSPEEDS_OWN)
 show_part(Engine, "engine_tools", Tools)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fzero.deepspeed.engine.parts import ReplacedMethod
 from fzero.generation.gathered_model import generating
 from fzero.generation.lora import lora_params
 from fzero.plans.units import blocks_of
@@ -22,17 +21,6 @@ if TYPE_CHECKING:
     from fzero.deepspeed.engine.engine import Engine
 
 PARTS = ("gather", "generate", "training")
-
-
-class _Generate(ReplacedMethod):
-    """Replaces a module's `generate` by the engine's."""
-
-    def __init__(self, engine: Engine, module: nn.Module) -> None:
-        super().__init__(module, "generate")
-        self.engine = engine
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.engine.generate(*inputs, **kwargs)
 
 
 class Generator:
@@ -53,7 +41,9 @@ class Generator:
         self.engine, module = engine, engine.module
         # scripts call the module's
         if engine.keys.hybrid_engine.enabled and hasattr(module, "generate"):
-            self._own_generate = _Generate(engine, module).original
+            self._own_generate = engine.held_module.replace(
+                "generate", lambda original, inputs, kwargs: engine.generate(*inputs, **kwargs)
+            ).original
             self._seconds = dict.fromkeys(PARTS, 0.0)
 
     @contextmanager

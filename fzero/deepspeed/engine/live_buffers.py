@@ -74,6 +74,21 @@ class LiveBuffers:
                 self._before[name] = self.now[name], self.now[name]._version
         self.show(self.now, self._before)
 
+    def write(self, name: str, value: Tensor) -> None:
+        """Overwrites a buffer.
+
+        Raises:
+            ValueError: the value has another shape.
+        """
+        own = self.now[name]
+        # as in torch: batch norms of its early versions have counts of shape (1,)
+        if value.shape != own.shape and not (own.dim() == 0 and value.shape == (1,)):
+            raise ValueError(
+                f"buffer {name!r}: must be given a value of its own shape {tuple(own.shape)}, got "
+                f"{tuple(value.shape)}"
+            )
+        own.copy_(value.view(own.shape))
+
     def kept(
         self, function: Callable[[], T], statistics: Collection[str]
     ) -> tuple[T, dict[str, Tensor]]:
