@@ -247,7 +247,7 @@ class DeepSpeedConfig:
             return _MADE[name](self)
         if name in _KEYS or name in GIVEN:
             return look_up(self._param_dict, *(_KEYS.get(name) or GIVEN[name]))
-        if name in _OFF or name.startswith("eigenvalue_"):
+        if name in _OFF or (name.startswith("eigenvalue_") and name in CONSTANT):
             return {**CONSTANT, **_OFF}[name]
         try:
             return attrgetter(_FIELDS.get(name, name))(self.cfg)

@@ -347,7 +347,7 @@ def _groups(
 ) -> tuple[Config, Groups]:
     """The param groups, and the configuration with their optimizer."""
     if not trains:
-        return cfg, Groups(None, None, [], [], frozenset())
+        return cfg, Groups([], [], frozenset())
     if optimizer is None:
         groups = of_parameters(model_parameters, cfg.optimizer, model)
     else:
