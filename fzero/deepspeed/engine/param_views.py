@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fzero.deepspeed.engine.absent_values import absent, gives_absent, reads_memory
 from fzero.deepspeed.engine.param_status import mark, unmark
 from fzero.model.errors import not_trained
+from fzero.model.module_index import ModuleIndex
 from fzero.model.own_params import is_bound, with_present
 from fzero.model.tensor_uses import ALLOWED, SHAPES, called, is_plain, needs_values
 from fzero.plans.plan import Plan
@@ -105,18 +106,14 @@ class LiveParams:
         self._slots: list[tuple[nn.Module, str, str]] = []
         self.own: dict[str, nn.Parameter] = {}
         self.shown: set[str] = set()
-        for prefix, module in model.named_modules():
-            dot = f"{prefix}." if prefix else ""
-            for key, param in module._parameters.items():
-                if param is not None:
-                    name = plan.aliases.get(dot + key, dot + key)
-                    if name not in self.own:  # on `meta` it cannot hold values
-                        is_new = param.is_meta
-                        self.own[name] = (
-                            nn.Parameter(torch.empty(0), param.requires_grad) if is_new else param
-                        )
-                    module._parameters[key] = self.own[name]
-                    self._slots.append((module, key, name))
+        for full, module, key, kind in ModuleIndex.of(model).slots("_parameters"):
+            if (param := getattr(module, kind)[key]) is not None:
+                name = plan.aliases.get(full, full)
+                if name not in self.own:  # on `meta` it cannot hold values
+                    new = nn.Parameter(torch.empty(0), param.requires_grad)
+                    self.own[name] = new if param.is_meta else param
+                module._parameters[key] = self.own[name]
+                self._slots.append((module, key, name))
         self._names = {id(param): name for name, param in self.own.items()}
         self._indices = {name: index for index, name in enumerate(self.own)}
         self._own: dict[str, Tensor | None] = {}  # this rank's elements, 1-d; None in files
