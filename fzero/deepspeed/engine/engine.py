@@ -131,7 +131,7 @@ class Engine(nn.Module):
         self.live_optimizer, self.lr_scheduler = optimizer, None
         self.training_dataloader, self.config = training_dataloader, dict(config or {})
         self.open_window: AccumulationWindow | None = None
-        self._has_lost = self.grads_are_reduced = False
+        self.has_lost = self.grads_are_reduced = False
         self._lacks_loss = self._has_warned = self._runs_parts = False
         self._direct = DirectBackward(
             self._collects_directly, scales=train_step.runtime.rules.loss.scales_loss
@@ -358,7 +358,7 @@ class Engine(nn.Module):
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         step, window, optimizer = self.active_step(), self.open_window, self.live_optimizer
-        if self._has_lost:
+        if self.has_lost:
             raise RuntimeError(
                 "engine.step: an error dropped the gradients of earlier micro-steps; call "
                 "engine.zero_grad() to go on without them"
@@ -405,7 +405,7 @@ class Engine(nn.Module):
             self.metrics = self.metrics._replace(
                 loss=torch.full_like(self.metrics.loss, float("nan"))
             )
-        self.train_step, self.open_window, self._lacks_loss = step, None, False
+        self.train_step, self.open_window = step, None
         self.progress.has_updated(overflow=overflow[0], num_micro_steps=len(window.loss_stats))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -413,7 +413,7 @@ class Engine(nn.Module):
         are none. Forwards stay.
         """
         self._direct.settle()
-        self._has_lost = False
+        self.has_lost = False
         self.drop_grads(to_none=set_to_none, of="engine")
 
     def drop_grads(self, *, to_none: bool, of: Literal["engine", "optimizer"]) -> None:
@@ -524,7 +524,7 @@ class Engine(nn.Module):
     def _opened(self, no_grad_names: frozenset[str]) -> AccumulationWindow:
         """The window since the last update, which begins here if there is none."""
         if self.open_window is None:
-            step = self.train_step
+            step, self._lacks_loss = self.train_step, False
             self.open_window = window = step.begin(
                 self.state, measures_early=not shows(step, are_reduced=True)
             )
@@ -623,7 +623,7 @@ class Engine(nn.Module):
         try:
             yield
         except BaseException:
-            self._has_lost = self.open_window is not None and bool(self.open_window.loss_stats)
+            self.has_lost |= self.open_window is not None and bool(self.open_window.loss_stats)
             self.open_window = None
             self.grads.take()
             self.held_module.show_buffers()

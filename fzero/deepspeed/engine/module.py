@@ -392,7 +392,7 @@ class HeldModule:
         """Drops the gradients and forwards since the last update; the state keeps what
         they wrote into module buffers.
         """
-        window, self.engine.open_window = self.engine.open_window, None
+        window, self.engine.open_window, self.engine.has_lost = self.engine.open_window, None, False
         self.grads.take()
         if window is not None:
             window.forward_backward.close()
