@@ -60,7 +60,8 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
         ConfigError: it has been stepped, has parameters that are not the model's, or
             its class does not work on shards.
     """
-    if any(_has_stepped(entry) for entry in optimizer.state.values()):
+    # the constructor of torch.optim.Adagrad makes state, of step 0
+    if any(entry.get("step", 1) for entry in optimizer.state.values()):
         raise ConfigError(
             f"optimizer: must be new, got a {type(optimizer).__name__} that has made steps and "
             f"whose state would be lost; pass it to initialize before training"
@@ -172,13 +173,6 @@ def _check_own_step(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer: must not have its step replaced on the object, which is never called, got "
             f"{shown(own)}; use register_step_pre_hook and register_step_post_hook, or a subclass"
         )
-
-
-def _has_stepped(entry: Mapping[str, Any]) -> bool:
-    """Whether the state of a parameter is of an update, and not of the constructor, as
-    `torch.optim.Adagrad` makes it.
-    """
-    return bool(entry.get("step", 1))
 
 
 def _plain(value: Any) -> Any:

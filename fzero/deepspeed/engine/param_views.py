@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.deepspeed.engine.absent_values import absent, gives_absent, reads_memory
+from fzero.deepspeed.engine.absent_values import answer
 from fzero.deepspeed.engine.param_status import mark, unmark
 from fzero.model.errors import not_trained
 from fzero.model.module_index import ModuleIndex
 from fzero.model.own_params import is_bound, with_present
-from fzero.model.tensor_uses import ALLOWED, SHAPES, called, is_plain, needs_values
+from fzero.model.tensor_uses import ALLOWED, SHAPES, called, is_plain
 from fzero.plans.plan import Plan
 from sharding import Sharded
 from sharding.views import unflatten
@@ -49,20 +49,15 @@ class PartitionedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, used = called(func)
-        given = (*args, *(kwargs or {}).values())
-        is_inside = any(map(is_bound, given))
-        if is_inside and used in SHAPES:
-            args = tuple(getattr(x, "fzero_plain", x) for x in args)
-        elif is_inside and (used not in ALLOWED or used == "detach") and not is_plain(name, used):
-            return with_present(func, args, kwargs or {})
-        elif gives_absent(func):
-            return absent(args[0], partial(_without_values, args[0].fzero_name))
-        elif needs_values(func, args, kwargs) or reads_memory(func):
-            found = next((x for x in given if isinstance(x, PartitionedParameter)), None)
-            raise _without_values(getattr(found, "fzero_name", ""), used or str(func))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        (name, used), kwargs = called(func), kwargs or {}
+        given = (*args, *kwargs.values())
+        if any(map(is_bound, given)):
+            if used in SHAPES:
+                args = tuple(getattr(x, "fzero_plain", x) for x in args)
+            elif (used not in ALLOWED or used == "detach") and not is_plain(name, used):
+                return with_present(func, args, kwargs)
+        found = (x.fzero_name for x in given if isinstance(x, PartitionedParameter))
+        return answer(func, args, kwargs, partial(_without_values, next(found, "")))
 
     def as_subclass(self, cls: type) -> Any:  # type: ignore[override]
         raise _without_values(self.fzero_name, "as_subclass")
