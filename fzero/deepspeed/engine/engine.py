@@ -325,20 +325,22 @@ class Engine(nn.Module):
             step = self.progress.following()
         self._lacks_loss |= loss is None
         shown = torch.zeros((), device=self.device) if loss is None else loss
-        parts = num_parts or self.accumulation.steps
-        how: dict[str, Any] = {
-            "num_parts": parts,
-            "is_last": self.grads_are_reduced,
-            "keeps": keeps,
-        }
-        known = available() if step.plan.row.shards("params") else nullcontext()
+        going = going_back(
+            step.runtime,
+            window,
+            visits,
+            shown,
+            num_parts=num_parts or self.accumulation.steps,
+            is_last=self.grads_are_reduced,
+            keeps=keeps,
+        )
         with (
-            known,
+            _available(step),
             self._guarded(),
             self.engine_log.watch.of("backward", self.global_steps),
             passing or nullcontext(),
         ):
-            with going_back(step.runtime, window, visits, shown, **how) as after:
+            with going as after:
                 yield
             self.open_window = after[0]
             self.grads.show(step, after[0], are_reduced=self.grads_are_reduced)
@@ -494,15 +496,10 @@ class Engine(nn.Module):
             dtype, run = None, f"{run} {part!r}"
 
         def call() -> T:
+            casts = nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
             self.held_module.is_inside = True
             try:
-                known = available() if step.plan.row.shards("params") else nullcontext()
-                with (
-                    known,
-                    nullcontext()
-                    if dtype is None
-                    else torch.autocast(self.device.type, dtype=dtype),
-                ):
+                with _available(step), casts:
                     return function(*inputs, **kwargs)
             finally:
                 self.held_module.is_inside = False
@@ -615,16 +612,15 @@ class Engine(nn.Module):
         """Inside, a backward may run through forwards of other engines, whose gradients
         do not change.
         """
-        open_ = [
-            engine for engine in ENGINES if engine is not self and engine.open_window is not None
-        ]
-        others = {id(engine.open_window.forward_backward): engine for engine in open_}
+        others = {
+            id(engine.open_window.forward_backward): engine
+            for engine in ENGINES
+            if engine is not self and engine.open_window is not None
+        }
         with ExitStack() as stack:
-            for engine in (
-                [others[id(work)] for work in works_of(loss) if id(work) in others]
-                if others
-                else []
-            ):
+            for work in works_of(loss) if others else ():
+                if (engine := others.get(id(work))) is None:
+                    continue
                 stack.enter_context(engine._guarded())
                 stack.enter_context(
                     engine.train_step.backward_through(engine.open_window, loss, keeps=keeps)
@@ -644,10 +640,18 @@ class Engine(nn.Module):
             raise
 
 
+def _available(step: TrainStep) -> AbstractContextManager[None]:
+    return available() if step.plan.row.shards("params") else nullcontext()
+
+
 show_part(Engine, "accumulation", Accumulation, but=("ends", "samples"))
 show_part(Engine, "progress", Progress, but=("following", "has_updated", "step_scheduler"))
 show_part(
-    Engine, "held_module", HeldModule, also=GATHERS_16_BIT, but=("begin", "replace", "show_buffers")
+    Engine,
+    "held_module",
+    HeldModule,
+    also=GATHERS_16_BIT,
+    but=("alone", "begin", "replace", "show_buffers"),
 )
 show_part(Engine, "engine_log", EngineLog, but=("observed", "report"))
 show_part(Engine, "engine_settings", Settings, also=DEEPSPEEDS_OWN)

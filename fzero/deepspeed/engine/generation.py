@@ -7,8 +7,6 @@ their bits in 16 bits; here it is merged into copies.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -46,19 +44,6 @@ class Generator:
             ).original
             self._seconds = dict.fromkeys(PARTS, 0.0)
 
-    @contextmanager
-    def _generating(self) -> Iterator[nn.Module]:
-        """The module by itself, on full parameters or unit by unit
-        (`hybrid_engine.pin_parameters: false`).
-        """
-        by = "copy" if self.engine.keys.hybrid_engine.pin_parameters else "unit"
-        before, self.engine.is_gathered = self.engine.is_gathered, True
-        try:
-            with generating(self.engine.active_step(), self.engine.state, by=by) as model:  # type: ignore[arg-type]
-                yield model
-        finally:
-            self.engine.is_gathered = before
-
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's `generate` on full parameters, with LoRA merged; see
         `fzero.generation.generating`.
@@ -84,7 +69,9 @@ class Generator:
         prompt = next((x for x in (*inputs, *kwargs.values()) if isinstance(x, Tensor)), None)
         self._check_length(prompt, kwargs)
         began = time.perf_counter()
-        with self._generating():
+        by = "copy" if self.engine.keys.hybrid_engine.pin_parameters else "unit"
+        step, state = self.engine.active_step(), self.engine.state
+        with self.engine.held_module.alone(), generating(step, state, by=by):  # type: ignore[arg-type]
             gathered = time.perf_counter()
             found = own(*inputs, **kwargs)
         if self._seconds is not None:

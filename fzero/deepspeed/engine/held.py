@@ -27,7 +27,7 @@ def show_part(
     ]
     for name in dict.fromkeys([*public, *also]):
         if name not in vars(engine) and name not in but:
-            member = vars(kind).get(name)
+            member: Any = vars(kind).get(name)
             if not isinstance(member, staticmethod):
                 is_method = inspect.isfunction(member)
                 member = _method(part, member) if is_method else _attribute(part, name, member)

@@ -143,11 +143,17 @@ class HeldModule:
 
         *Collective* in stage 3: every rank.
         """
-        before, self.is_gathered = self.is_gathered, self.is_gathered or names is None
         found = full_params(self.active_step(), self.engine.state, names)
+        values = {name: found[name] for name in self.live.own.keys() & found.keys()}
+        with self.alone(names is None), self.showing(values):
+            yield found
+
+    @contextmanager
+    def alone(self, is_alone: bool = True) -> Iterator[None]:
+        """Inside, the module runs by itself, as it does in an outer one."""
+        before, self.is_gathered = self.is_gathered, self.is_gathered or is_alone
         try:
-            with self.showing({name: found[name] for name in self.live.own.keys() & found.keys()}):
-                yield found
+            yield
         finally:
             self.is_gathered = before
 
