@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.activation_checkpointing`."""
-
-from fzero.deepspeed.runtime.activation_checkpointing import checkpointing
-
-__all__ = ["checkpointing"]

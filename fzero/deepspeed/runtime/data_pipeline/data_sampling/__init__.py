@@ -1,1 +1,0 @@
-"""`deepspeed.runtime.data_pipeline.data_sampling`: which samples are in which batch."""
