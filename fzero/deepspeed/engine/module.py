@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import optree
@@ -73,7 +74,11 @@ class HeldModule:
         engine = self.engine
         self.replace("forward", self._forward)
         if engine.train_step.plan.row.shards("params"):
-            self.replace("load_state_dict", self._load_state_dict)
+            for name, part in engine.module.named_modules():
+                if any(True for _ in part.parameters()):
+                    called = ".".join(filter(None, ("engine.module", name)))
+                    load = partial(self._load_state_dict, called)
+                    self._replaced.append(ReplacedMethod(part, "load_state_dict", load))
             if engine.train_step.spec.compile is None:
                 self._parts = [*hold_parts(engine)]
         self.show_state()
@@ -101,7 +106,7 @@ class HeldModule:
         return self.engine.run_forward(original, inputs, kwargs)
 
     def _load_state_dict(
-        self, original: Original, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+        self, called: str, original: Original, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
             return original(*inputs, **kwargs)
@@ -109,7 +114,7 @@ class HeldModule:
             if self.has_values or "size mismatch" not in str(error):
                 raise
             raise PartitionedParameterError(
-                "engine.module.load_state_dict: parameters that are sharded over the ranks have no "
+                f"{called}.load_state_dict: parameters that are sharded over the ranks have no "
                 "values here, so weights of their full shapes cannot be copied into them; call "
                 "engine.load_module_state_dict(...) on all ranks, or load inside `with "
                 "fzero.deepspeed.zero.GatheredParameters(engine.parameters(), modifier_rank=0):`"
