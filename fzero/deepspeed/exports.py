@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from fzero.common.doors import door
-from fzero.deepspeed.table import EXPORTS, folder_of, is_package
+from fzero.deepspeed.table import EXPORTS, is_package
 
 PACKAGE = "fzero.deepspeed"
 
@@ -37,10 +37,7 @@ class Exports(MetaPathFinder, Loader):
         name = fullname.removeprefix(f"{PACKAGE}.")
         if name == fullname or name not in EXPORTS:
             return None
-        spec = spec_from_loader(fullname, self, is_package=is_package(name))
-        if spec is not None and (folder := folder_of(name)) is not None:
-            spec.submodule_search_locations = [str(folder)]
-        return spec
+        return spec_from_loader(fullname, self, is_package=is_package(name))
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__.removeprefix(f"{PACKAGE}.")
@@ -48,7 +45,6 @@ class Exports(MetaPathFinder, Loader):
         module.__doc__ = (
             f"`deepspeed.{name}`: names that fzero defines elsewhere (`fzero.deepspeed.table`)."
         )
-        names = sorted({*names, *EXPORTS[name].get("", "").split()})
         vars(module).update(__getattr__=get, __dir__=listed, __all__=names)
 
 

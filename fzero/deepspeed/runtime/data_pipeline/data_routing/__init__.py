@@ -1,0 +1,3 @@
+"""`deepspeed.runtime.data_pipeline.data_routing`: which tokens pass through which
+layers.
+"""
