@@ -33,7 +33,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fzero.config.config import Config
 from fzero.data.loader import CurriculumLoader
 from fzero.deepspeed.engine.accumulation import Accumulation
-from fzero.deepspeed.engine.call_errors import CallError, LossError
+from fzero.deepspeed.engine.call_errors import NO_FORWARD, CallError, check_loss
 from fzero.deepspeed.engine.checkpoints import EngineFiles
 from fzero.deepspeed.engine.client_optimizers import Hyper
 from fzero.deepspeed.engine.config_keys import EngineKeys
@@ -268,12 +268,7 @@ class Engine(nn.Module):
         if self.open_window is None:
             self.active_step()
             if not self.outside_grads.are_in(loss):
-                raise CallError(
-                    f"engine.{where}: must follow a forward since the last update, or be given a "
-                    f"loss that uses the module's own parameters; call engine(...) first, and "
-                    f"compute the loss from its outputs (a checkpoint of a part hides its "
-                    f"parameters, unless use_reentrant=False)"
-                )
+                raise CallError(f"engine.{where}: {NO_FORWARD}")
             self._opened(self._no_grad_names())
         assert self.open_window is not None
         return self.open_window
@@ -284,16 +279,7 @@ class Engine(nn.Module):
                 f"engine.{where}: this engine has no optimizer; give initialize one, or the "
                 f"configuration"
             )
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            given = (
-                f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-                if isinstance(loss, Tensor)
-                else type(loss)
-            )
-            raise LossError(
-                f"engine.{where}: needs a scalar loss that depends on the module's parameters, got "
-                f"{given}; output.backward(gradient) takes another tensor"
-            )
+        check_loss(where, loss)
 
     @contextmanager
     def _collects(
