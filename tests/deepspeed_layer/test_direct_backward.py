@@ -147,6 +147,7 @@ def _runs_script(stage: int, script: str) -> dict[str, Tensor]:
     return engine.module_state_dict()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("script", ["one loss", "two losses", "retained", "inputs"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_any_order_of_forwards_and_backwards_trains_as_a_plain_loop(

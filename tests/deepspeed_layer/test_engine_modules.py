@@ -380,6 +380,7 @@ def test_in_stage_3_a_weight_outside_of_the_forward_is_refused_with_the_remedy_a
         )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", INSIDE)
 def test_parts_that_the_forward_runs_by_name_train_as_in_a_plain_loop(

@@ -84,6 +84,7 @@ def _resumes(stage: int, folder: Path, **keys: Any) -> tuple[list[float], dict[s
 BF16 = {"bf16": {"enabled": True, "auto_cast": True}, "data_types": {"buffer_dtype": "bf16"}}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keys", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_script_that_loads_goes_on_bit_for_bit(

@@ -238,6 +238,7 @@ def test_prefetch_bounds_what_is_gathered_ahead_beyond_the_next_unit() -> None:
     assert liveness(graph).peak_gathered_numel == 3 * block
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_live", [1, 2, 3, 4])
 @pytest.mark.parametrize("reuse", [0, MANY])
 def test_max_live_is_obeyed_whatever_else_is_asked(num_live: int, reuse: int) -> None:
@@ -380,6 +381,7 @@ def test_stays_cover_each_use_once_and_obey_both_bounds(
 # --- reductions and the update --------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("by_exchange", [False, True])
 def test_a_reduction_starts_when_its_gradient_is_ready(stage: int, by_exchange: bool) -> None:
@@ -410,6 +412,7 @@ def compute_behind(start: Node) -> set[Node]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_reducing", [0, 100, 200, 500])
 @pytest.mark.parametrize("clip", [False, True])
 def test_reductions_under_way_stay_within_their_bound(max_reducing: int, clip: bool) -> None:

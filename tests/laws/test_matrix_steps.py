@@ -99,6 +99,7 @@ def _sent(stage: int, name: str) -> tuple[int, Any]:
     return own, step.plan
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", ["muon", "soap"])
 def test_a_rank_sends_to_owners_and_back_what_the_plan_says(
@@ -137,6 +138,7 @@ def _loaded(folder: Path, name: str, stage: int) -> Any:
     return step.gather(state)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("stages", "sizes"), [((2, 3), (2, 2)), ((3, 1), (3, 2))])
 def test_the_state_of_matrices_is_loaded_in_other_stages_and_on_other_ranks(

@@ -311,6 +311,7 @@ class Normed(Plain):
         return super().forward(self.norm(x), y)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tells", [True, False], ids=["is_last", "no is_last"])
 @pytest.mark.parametrize("model", [Plain, Normed])
 @pytest.mark.parametrize("stage", range(4))

@@ -664,6 +664,7 @@ def _train(model: Any, data: Any, cfg: Any, num_steps: int, schedule: Any, **opt
     return train(model, data, cfg, num_steps=num_steps, schedule=schedule, **options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["learned", "negotiated"])
 @pytest.mark.parametrize(("world_size", "data"), [(2, skips_on_2), (3, skips_on_3)])
 def test_the_events_of_ranks_that_skip_units_pass_the_checker(
@@ -802,6 +803,7 @@ class MoE(nn.Module):
         return nn.functional.mse_loss(x, y)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_mixture_of_experts_inside_blocks_trains_by_default(
