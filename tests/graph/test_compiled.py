@@ -23,7 +23,6 @@ from ranks import RankPool
 from test_models import MODELS, text
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._inductor import config as inductor
 from torch.fx import Graph
 from training import ADAMW, Block, Odd, Plain, config, make, part, tokens, train, vectors
 
@@ -975,21 +974,19 @@ def test_inductors_cache_tells_apart_numbers_of_threads() -> None:
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("checkpoint", [pytest.param(None, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("checkpoint", [None, 1])
 def test_another_run_finds_the_compiled_graph(
     checkpoint: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The graph, the collectives and all numbers are those of the run that compiled it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    cfg = config(3, optimizer={"type": "SGD", "params": {"lr": 0.125}})
     found = []
     for hits in (0, 1):
         counters.clear()
         torch.manual_seed(0)
-        step = fzero.make_train_step(Short(), cfg, compile="step", checkpoint=checkpoint)
-        # without optimization the C++ of a kernel compiles in a third of the time
-        with inductor.patch({"aot_inductor.debug_compile": True, "cpp.simdlen": 0}):
-            state, _ = step(step.init(), vectors(0))
+        step = fzero.make_train_step(Short(), config(3), compile="step", checkpoint=checkpoint)
+        state, _ = step(step.init(), vectors(0))
         assert step.program is not None and counters["inductor"]["fxgraph_cache_hit"] == hits
         (graph,) = step.program.compiled.graphs
         found.append((str(graph), optree.tree_leaves(state.params)))
