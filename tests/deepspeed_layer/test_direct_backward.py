@@ -69,6 +69,7 @@ def assert_same(runs: list[list[Any]]) -> None:
             assert other_loss != other_loss or other_loss == loss
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_backward_of_the_script_has_the_bits_of_the_engines(ranks: RankPool, stage: int) -> None:
     ways = ["engine", "loss", "scaled", "autograd"]
@@ -299,6 +300,7 @@ def _unmanaged(stage: int, direct: bool) -> Any:
     return norms, engine.module_state_dict(), 0.0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_without_managed_accumulation_every_step_updates(ranks: RankPool, stage: int) -> None:
     # divided by gradient_accumulation_steps, as in DeepSpeed

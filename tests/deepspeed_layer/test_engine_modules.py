@@ -76,6 +76,7 @@ def _adversaries(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return engine_g.module_state_dict(), engine_j.module_state_dict()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_loss_through_another_engine_trains_its_own_alone(ranks: RankPool, stage: int) -> None:
     generator, judge = make(_generator), make(Judge)

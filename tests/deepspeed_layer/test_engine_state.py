@@ -213,6 +213,7 @@ def _looks(stage: int) -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_single_parameters_can_be_read_and_written(ranks: RankPool, stage: int) -> None:
     module = make(Net)
@@ -326,6 +327,7 @@ def _transforms(stage: int) -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_transforms_of_torch_func_go_through_the_module_in_every_stage(
     ranks: RankPool, stage: int

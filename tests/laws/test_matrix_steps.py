@@ -50,6 +50,7 @@ def _in_all_stages(name: str, keys: dict[str, Any], num_steps: int) -> list[Any]
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 14, "auto_cast": True, "hysteresis": 1}}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("world_size", "name", "keys"),
     [

@@ -1534,6 +1534,7 @@ class Teacher(nn.Module):
         return (self.student(x) - self.teacher(x)).square().mean()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_parameter_that_the_forward_changes_is_refused_in_every_stage(
     ranks: RankPool, stage: int

@@ -297,6 +297,7 @@ def _strides(stage: int) -> list[tuple[float, float, float]]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_are_divided_by_the_scale_that_their_loss_had_also_where_it_grows(
     ranks: RankPool, stage: int

@@ -713,6 +713,7 @@ def test_training_in_16_bits_goes_on_in_the_new_stage(
         assert_same([state], [state_always])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["Lamb", "Adafactor", "Muon", "Adamax"])
 def test_training_with_every_kind_of_optimizer_goes_on_in_the_new_stage(
     ranks: RankPool, name: str
@@ -825,6 +826,7 @@ def _sent(jobs: list[Job]) -> tuple[Any, list[fzero.comms.CommRecord], int]:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "jobs",
     [
@@ -915,6 +917,7 @@ def _peak(jobs: list[Job]) -> tuple[int, int, int]:
     return allocated.peak, sum(x.nbytes for x in optree.tree_leaves(made)), 12 * unit
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "jobs",
     [

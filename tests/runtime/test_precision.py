@@ -287,6 +287,7 @@ def _bytes_of_elements(stage: int, keys: dict[str, Any]) -> dict[str, float]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_what_is_sent_has_the_dtype_that_was_asked_for(ranks: RankPool, stage: int) -> None:
     moves = "gather" if stage == 3 else "all_gather_params"
@@ -337,6 +338,7 @@ def _gathers_the_master(stage: int) -> bool:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_the_weights_gathered_are_the_masters_to_the_last_bit(ranks: RankPool, stage: int) -> None:
     assert all(ranks(3, _gathers_the_master, stage))

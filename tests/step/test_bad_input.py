@@ -733,6 +733,7 @@ def test_a_block_that_no_rank_runs_at_first_trains_with_the_learned_order(
     )
 
 
+@pytest.mark.sample(2)
 @CHANGES
 @pytest.mark.parametrize(("stage", "schedule"), [(3, "negotiated"), (2, "learned")])
 def test_a_negotiated_schedule_or_a_stage_without_gathers_trains_in_any_order(
