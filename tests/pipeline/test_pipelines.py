@@ -380,6 +380,7 @@ REAL = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case",
     REAL,
