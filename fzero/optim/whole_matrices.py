@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Generic, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, Self
 
 import optree
 import torch
@@ -95,25 +96,37 @@ class EntriesSpec(TensorSpec):
 
     layout: FlatLayout = field(default_factory=lambda: FlatLayout((), (), 1))
 
+    @classmethod
+    def of(cls, param: TensorSpec, layout: FlatLayout, dtype: str) -> Self:
+        """The spec of a tensor that is divided and placed like the parameters."""
+        shape = (layout.partition.padded_numel,)
+        return cls(shape, dtype, param.spec, param.placement, param.multiple_of, layout)
+
 
 @dataclass(frozen=True, slots=True)
 class ComputeLayout:
     """Where the matrices of a flat buffer and their states are.
 
     Attributes:
-        matrices: in the order of the layout.
-        layouts: of the buffer, and of each tensor of the state.
-        buffers: the same, with owners; none for a shard without owners.
+        buffers: the flat buffer, and each tensor of the state, with owners.
         shapes: by tensor and matrix, the shape of its entries.
         treespec: the structure of the state.
     """
 
     matrix: MatrixTransform
-    matrices: tuple[Matrix, ...]
-    layouts: tuple[FlatLayout, ...]
     buffers: tuple[OwnedBuffer, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
     treespec: optree.PyTreeSpec
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """In the order of the flat buffer."""
+        return self.buffers[0].matrices
+
+    @property
+    def layouts(self) -> tuple[FlatLayout, ...]:
+        """Of each tensor of the state."""
+        return tuple(buffer.layout for buffer in self.buffers[1:])
 
     def init(self, param: Tensor, contents: ShardContents) -> list[Tensor]:
         """The state's tensors, as much of each as the flat tensor holds."""
@@ -122,7 +135,7 @@ class ComputeLayout:
             for matrix in self.matrices
         }
         found = []
-        for k, layout in enumerate(self.layouts[1:]):
+        for k, layout in enumerate(self.layouts):
             numel = layout.partition.shard_numel
             first, last = contents.ranks[0] * numel, (contents.ranks[-1] + 1) * numel
             flat = param.new_zeros(last - first)
@@ -144,15 +157,8 @@ class ComputeLayout:
             for spec in optree.tree_leaves(self.matrix.specs(TensorSpec((1, 1), param.dtype)))
         ]
         return [
-            EntriesSpec(
-                (layout.partition.padded_numel,),
-                dtype,
-                param.spec,
-                param.placement,
-                param.multiple_of,
-                layout,
-            )
-            for layout, dtype in zip(self.layouts[1:], dtypes, strict=True)
+            EntriesSpec.of(param, layout, dtype)
+            for layout, dtype in zip(self.layouts, dtypes, strict=True)
         ]
 
 
@@ -181,37 +187,45 @@ def compute_layout(
 ) -> ComputeLayout:
     """The compute layout of a flat buffer; without `owners` that of a single rank."""
     matrices = matrices_of(layout, parts=dict(parts))
-    specs = optree.tree_flatten(matrix.specs(TensorSpec((1, 1), "float32")))
+    treespec = optree.tree_structure(matrix.specs(TensorSpec((1, 1), "float32")))
     states = [
         [spec.shape for spec in optree.tree_leaves(matrix.specs(TensorSpec(each.shape, "float32")))]
         for each in matrices
     ]
-    layouts, entries = [layout], [matrices]
-    shapes = [tuple(each.shape for each in matrices)]
-    for k in range(len(specs[0])):
-        of_leaf = tuple(shapes_of[k] for shapes_of in states)
-        numbers: dict[str, int] = {}
-        lengths: dict[str, int] = {}
-        for each, shape in zip(matrices, of_leaf, strict=True):
-            numbers[each.name] = numbers.get(each.name, 0) + 1
-            lengths[each.name] = math.prod(shape)
-        layouts.append(
-            FlatLayout(
-                layout.names,
-                tuple((numbers.get(name, 0), lengths.get(name, 0)) for name in layout.names),
-                layout.world_size,
-                layout.multiple_of,
-            )
+    shapes = tuple(tuple(shapes_of[k] for shapes_of in states) for k in range(treespec.num_leaves))
+    buffers = owned_buffers(layout, matrices, shapes, owners, places, holds)
+    of_matrices = tuple(each.shape for each in matrices)
+    return ComputeLayout(matrix, buffers, (of_matrices, *shapes), treespec)
+
+
+@lru_cache(maxsize=4096)  # likewise
+def owned_buffers(
+    layout: FlatLayout,
+    matrices: tuple[Matrix, ...],
+    shapes: tuple[tuple[tuple[int, ...], ...], ...],
+    owners: tuple[int, ...] | None,
+    places: tuple[tuple[int, int], ...],
+    holds: Literal["shard", "full"],
+) -> tuple[OwnedBuffer, ...]:
+    """A flat buffer, and the flat tensors of its state, with the owners of the matrices;
+    without `owners` those of a single rank.
+
+    Args:
+        shapes: by tensor of the state and matrix, the shape of its entries.
+    """
+    how = (0,) * len(matrices) if owners is None else owners, places, holds
+    found = [OwnedBuffer(layout, matrices, *how)]
+    for of_leaf in shapes:
+        numbers = Counter(each.name for each in matrices)
+        lengths = {m.name: math.prod(shape) for m, shape in zip(matrices, of_leaf, strict=True)}
+        of_entries = FlatLayout(
+            layout.names,
+            tuple((numbers[name], lengths.get(name, 0)) for name in layout.names),
+            layout.world_size,
+            layout.multiple_of,
         )
-        entries.append(entries_of(layouts[-1], matrices))
-        shapes.append(of_leaf)
-    if owners is None:
-        owners = (0,) * len(matrices)
-    buffers = tuple(
-        OwnedBuffer(of_tensor, of_layout, owners, places, holds)
-        for of_tensor, of_layout in zip(layouts, entries, strict=True)
-    )
-    return ComputeLayout(matrix, matrices, tuple(layouts), buffers, tuple(shapes), specs[1])
+        found.append(OwnedBuffer(of_entries, entries_of(of_entries, matrices), *how))
+    return tuple(found)
 
 
 def owned_transform(
@@ -254,7 +268,7 @@ def owned_transform(
         )
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    treespec, counts_updates = compute.treespec, len(compute.layouts) > 1
+    treespec, counts_updates = compute.treespec, bool(compute.layouts)
     lengths = {each.name: 1.0 if scale is None else scale(*each.shape) for each in compute.matrices}
 
     def init(param: Tensor) -> MatrixState[Tensor]:
@@ -350,7 +364,7 @@ class MatrixOptimizer(ByContents):
             found = matrices_of(layout, parts=self._parts_of(layout), work=self.work)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
-        return Matrices(found, self.sends or "float32", "float32")
+        return Matrices(found, (self.sends or "float32",), "float32")
 
     def check(self, field: str) -> None:
         check_matrices(self.matrix, name=f"{field} ({self.name})")
