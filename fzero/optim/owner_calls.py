@@ -252,13 +252,29 @@ def _compute(
 
     stacks = [stack_of(k) for k in range(len(call.tensors))]
     counts = torch.stack([calls[index].step for index, _ in own])
-    result, states = call.run(stacks[0], tuple(stacks[1:]), counts)
     found = {}
     dtypes = call.dtypes(back=True)
-    for k, stack in enumerate((result, *states)):
+    for k, stack in enumerate(_run(call, stacks, counts)):
         for (index, matrix), x in zip(own, stack.to(dtypes[k]), strict=True):
             found[index, k, matrix] = x.reshape(-1)
     return found
+
+
+def _run(call: OwnerCall, stacks: list[Tensor], counts: Tensor) -> list[Tensor]:
+    """The results of the matrices of a stack, which are computed in one product.
+
+    A processor gains nothing from that, and rounds a product of a batch in another way.
+    So there each is computed alone: its bits do not depend on the other matrices of its
+    owner.
+    """
+    if not stacks[0].is_cpu or torch.compiler.is_compiling():
+        result, states = call.run(stacks[0], tuple(stacks[1:]), counts)
+        return [result, *states]
+    alone = []
+    for one in zip(*(torch.split(x, 1) for x in (*stacks, counts)), strict=True):
+        result, states = call.run(one[0], one[1:-1], one[-1])
+        alone.append((result, *states))
+    return [torch.cat(results) for results in zip(*alone, strict=True)]
 
 
 def _joined(pieces: list[tuple[int, Tensor]], numel: int, empty: Tensor) -> Tensor:
