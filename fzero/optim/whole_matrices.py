@@ -49,6 +49,9 @@ from sharding.owners import (
 )
 from sharding.views import dtype_name, torch_dtype
 
+Apply = Callable[[Tensor, Tensor, Any], Tensor]
+"""(parameter, direction, rate) -> the new parameter, element by element."""
+
 
 class MatrixTransform(NamedTuple):
     """The triple of an optimizer of whole matrices.
@@ -241,6 +244,7 @@ def owned_transform(
     send_dtype: torch.dtype | None = None,
     reply_dtype: torch.dtype | None = None,
     parts: Mapping[str, int] = {},
+    apply: Apply | None = None,
 ) -> Transform:
     """The transform of a flat tensor from that of its matrices.
 
@@ -256,6 +260,7 @@ def owned_transform(
         send_dtype, reply_dtype: the dtypes in which matrices are sent to owners, and
             results back; None is that of the gradient.
         parts: see `sharding.owners.matrices_of`.
+        apply: the new parameter; None subtracts `lr · scale · direction`.
 
     Raises:
         ValueError: a parameter is not a matrix, or cannot be cut into its parts.
@@ -306,8 +311,11 @@ def owned_transform(
         if weight_decay:
             param.mul_(1 - lr * weight_decay)
         for part in contents.parts:
-            length = lengths[layout.names[part.index]]
-            add_times(part.of(param), part.of(reply), -lr * length)
+            rate, old = lr * lengths[layout.names[part.index]], part.of(param)
+            if apply is None:
+                add_times(old, part.of(reply), -rate)
+            else:
+                old.copy_(apply(old, part.of(reply), rate))
         return grad, param, MatrixState(step, state.momentum, treespec.unflatten(new))
 
     update = calling(calls)
@@ -350,6 +358,7 @@ class MatrixOptimizer(ByContents):
     takes: Callable[[str, tuple[int, ...]], bool]
     others: Callable[[Any], Transform]
     work: Work
+    apply: Apply | None = None
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         return "matrix" if self.takes(name, tuple(shape)) else "other"
@@ -369,6 +378,8 @@ class MatrixOptimizer(ByContents):
     def check(self, field: str) -> None:
         check_matrices(self.matrix, name=f"{field} ({self.name})")
         check_elementwise(self.others(1e-3), name=f"{field}.others")
+        if self.apply is not None:
+            _check_apply(self.apply, f"{field} ({self.name})")
 
     def __call__(self, lr: Any, contents: ShardContents | None = None, kind: str = "") -> Transform:
         if kind == "other":
@@ -385,6 +396,7 @@ class MatrixOptimizer(ByContents):
             scale=self.scale,
             send_dtype=None if self.sends is None else torch_dtype(self.sends),
             parts=self._parts_of(contents.layout),
+            apply=self.apply,
         )
 
     def _parts_of(self, layout: FlatLayout) -> dict[str, int]:
@@ -410,6 +422,7 @@ def matrix_transform(
     takes: Callable[[str, tuple[int, ...]], bool] = is_hidden_matrix,
     others: Callable[[Any], Transform] = adamw,
     work: Work = newton_schulz_flops,
+    apply: Apply | None = None,
 ) -> MatrixOptimizer:
     """An optimizer of whole matrices, for `make_train_step(…, transform=…)`.
 
@@ -432,6 +445,9 @@ def matrix_transform(
         others: a function of the learning rate that makes the elementwise transform of
             all other parameters.
         work: the work of a matrix of R rows and C columns, by which owners are chosen.
+        apply: (parameter, direction, lr · scale) -> the new parameter, element by
+            element, on shards: a weight decay of your own, say. None subtracts the
+            direction times `lr · scale`.
 
     >>> signs = MatrixTransform(lambda x: (), lambda x, s, n: (x.sign(), s), lambda spec: ())
     >>> optimizer = matrix_transform(signs, momentum=0.9)
@@ -440,8 +456,32 @@ def matrix_transform(
     """
     check_range(name, momentum=momentum or 0.0, weight_decay=weight_decay)
     return MatrixOptimizer(
-        matrix, name, momentum, nesterov, weight_decay, scale, sends, parts, takes, others, work
+        matrix,
+        name,
+        momentum,
+        nesterov,
+        weight_decay,
+        scale,
+        sends,
+        parts,
+        takes,
+        others,
+        work,
+        apply,
     )
+
+
+def _check_apply(apply: Apply, name: str) -> None:
+    """Raises a ValueError unless a tensor's new values are those of its halves."""
+    generator = torch.Generator().manual_seed(0)
+    param, direction = torch.randn(2, 8, generator=generator)
+    whole = apply(param.clone(), direction.clone(), 0.1)
+    halves = [apply(param[of], direction[of], 0.1) for of in (slice(0, 4), slice(4, 8))]
+    if whole.shape != param.shape or not torch.allclose(whole, torch.cat(halves)):
+        raise ValueError(
+            f"{name}: apply must return the new parameter element by element, and two halves of a "
+            f"tensor have other values than the tensor; compute what needs whole matrices in update"
+        )
 
 
 def check_matrices(matrix: MatrixTransform, *, name: str = "matrix") -> None:

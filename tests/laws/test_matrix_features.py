@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from training import Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
+from fzero.optim.whole_matrices import MatrixState
 from sharding import Placement
 
 Weights = dict[str, Tensor]
@@ -145,35 +146,73 @@ def test_many_ranks_in_lockstep_have_the_bits_of_stage_0(world_size: int, name: 
 @every_optimizer
 def test_ranks_as_a_dimension_are_refused_by_name(name: str) -> None:
     step = fzero.make_train_step(make(Plain), config(3), transform=OPTIMIZERS[name]())
-    with pytest.raises(fzero.ConfigError, match="must be elementwise.*by='lockstep'"):
+    with pytest.raises(fzero.ConfigError, match=r"must be elementwise.*by='lockstep'"):
         fzero.simulate(step, 2, by="vmap")
     with pytest.warns(UserWarning, match="must be elementwise .* in lockstep"):
         fzero.simulate(step, 2)
 
 
-def _captured(name: str, stage: int, backend: str | None) -> Weights:
-    options = {"compile": "step", "compile_backend": backend} if backend else {}
-    step = fzero.make_train_step(
-        make(Plain), config(stage), transform=OPTIMIZERS[name](), **options
-    )
-    state = step.init()
-    for index in range(3):
-        state, _ = step(state, part(vectors(index), step.rank, step.world_size))
-    return step.gather(state)
+class Two(nn.Module):
+    """Two matrices, because a graph of more takes long to make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.down(torch.tanh(self.up(x))), y)
 
 
+def _captured(name: str, stage: int) -> list[Weights]:
+    """The weights of the eager and of the captured step."""
+    found = []
+    for options in ({}, {"compile": "step", "compile_backend": "aot_eager"}):
+        step = fzero.make_train_step(
+            make(Two), config(stage), transform=OPTIMIZERS[name](), **options
+        )
+        state = step.init()
+        for index in range(3):
+            batch = vectors(index, width=6)
+            state, _ = step(state, part(batch, step.rank, step.world_size))
+        found.append(step.gather(state))
+    return found
+
+
+@pytest.mark.covering(1)
 @every_optimizer
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 0), (2, 3)])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (1, 0)])
 def test_a_captured_step_trains_as_the_eager_one(
     ranks: RankPool, name: str, world_size: int, stage: int
 ) -> None:
-    expected = ranks(world_size, _captured, name, stage, None)[0]
-    start = make(Plain).state_dict()
-    for found in ranks(world_size, _captured, name, stage, "aot_eager"):
+    start = make(Two).state_dict()
+    for expected, found in ranks(world_size, _captured, name, stage):
         for key, value in expected.items():
             # A graph has the rate in a tensor, whose product with a step rounds in another way; the
-            # steps of Muon in bfloat16 widen that to 2^-8 of a step.
-            atol = 1e-4 if "muon" in name else 1e-5
+            # steps of Muon in bfloat16 widen that to 2^-8 of a step of 0.01, five times.
+            atol = 3e-4 if "muon" in name else 1e-5
             torch.testing.assert_close(found[key], value, rtol=0, atol=atol)
             if value.dim() == 2:
                 assert (value - start[key]).abs().max() > 20 * atol
+
+
+def test_a_checkpoint_with_the_former_name_of_muons_state_is_loaded(tmp_path: Path) -> None:
+    muon = config(2, optimizer={"type": "Muon", "params": {"lr": 1e-2}})
+
+    def made(stage: int) -> Any:
+        keys = muon | {"zero_optimization": {"stage": stage}}
+        return fzero.simulate(fzero.make_train_step(make(Plain), keys), 2, by="lockstep")
+
+    step, batch = made(2), for_ranks(vectors(0), 2)
+    state, _ = step(step.init(), batch)
+    MatrixState.__name__ = "MuonState"
+    try:
+        fzero.save(state, tmp_path, step=step)
+    finally:
+        MatrixState.__name__ = "MatrixState"
+    (contents,) = tmp_path.rglob("contents.json")
+    assert contents.read_text().count("MuonState") == 5
+    state, _ = step(state, batch)
+    again = made(3)
+    found, _ = again(fzero.load(tmp_path, step=again).state, batch)
+    expected, weights = step.gather(state), again.gather(found)
+    assert all(torch.equal(weights[key], value) for key, value in expected.items())
