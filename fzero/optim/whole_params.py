@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple
+from functools import partial
+from typing import Any, Generic, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from fzero.optim.transforms import Leaf, Transform, calling, no_steps, step_spec
 from fzero.optim.whole_matrices import EntriesSpec, owned_buffers
 from sharding import TensorSpec
 from sharding.layout import FlatLayout
-from sharding.owners import Matrices, Matrix
+from sharding.owners import Matrices, Matrix, OwnedBuffer
 from sharding.views import dtype_name, torch_dtype
 
 Values = dict[str, Tensor]
@@ -116,64 +117,26 @@ def whole_transform(
         blanks: a cache, see `WholeParams`; a state's shapes do not depend on the values
             of `params`.
     """
-    layout = contents.layout
-    matrices = _params_of(layout)
-    shapes = tuple(layout.shape(each.name) for each in matrices)
-
-    def state_of(dtype: torch.dtype) -> dict[_Entry, tuple[tuple[int, ...], ...]]:
-        """By tensor of the state, the shape of each parameter's entries."""
-        found: dict[_Entry, dict[int, tuple[int, ...]]] = {}
-        for index, shape in enumerate(shapes):
-            if (shape, dtype) not in blanks:
-                blanks[shape, dtype] = _blank_state(cls, params, tuple(shape), dtype)
-            for is_number, values in enumerate(blanks[shape, dtype]):
-                for name, x in values.items():
-                    entry = _Entry(bool(is_number), dtype_name(x.dtype), name)
-                    found.setdefault(entry, {})[index] = tuple(x.shape)
-        every = range(len(shapes))
-        return {
-            entry: tuple(of.get(index, (0,)) for index in every)
-            for entry, of in sorted(found.items())
-        }
+    whole = _Whole(cls, params, contents.layout, blanks)
 
     def init(param: Tensor) -> WholeState[Tensor]:
         contents.check(cls.__name__, param)
-        entries = state_of(param.dtype)
-        buffers = owned_buffers(layout, matrices, tuple(entries.values()), None, ((0, 0),), "full")
         tensors = {}
-        for entry, buffer in zip(entries, buffers[1:], strict=True):
-            numel = len(contents.ranks) * buffer.layout.partition.shard_numel
+        for entry, layout in whole.layouts(param.dtype).items():
+            numel = len(contents.ranks) * layout.partition.shard_numel
             tensors[entry] = param.new_zeros(numel, dtype=torch_dtype(entry.dtype))
         return _state(no_steps(param), tensors)
 
     def calls(grad: Tensor, param: Tensor, state: WholeState[Tensor]) -> Calls:
-        entries = state_of(param.dtype)
-        how = contents.owners, contents.places, contents.holds
-        buffers = owned_buffers(layout, matrices, tuple(entries.values()), *how)
-
-        def run(stack: Tensor, given: tuple[Tensor, ...], counts: Tensor) -> Any:
-            *olds, grads = given
-            results, news = [], [list[Tensor]() for _ in olds]
-            for index, count in enumerate(counts.tolist()):
-                full = stack[index].clone()
-                before = {
-                    entry: old[index]
-                    for entry, old in zip(entries, olds, strict=True)
-                    if old[index].numel()
-                }
-                after = _stepped(cls, params, full, grads[index], before if count > 1 else None)
-                results.append(full)
-                for new, old, entry in zip(news, olds, entries, strict=True):
-                    new.append(after.get(entry, old[index]))
-            return torch.stack(results), [torch.stack(new) for new in news]
-
+        entries = whole.entries(param.dtype)
+        buffers = whole.buffers(entries, contents.owners, contents.places, contents.holds)
         step = state.step.add_(1)
         reply, *new = yield OwnerCall(
-            run,
+            partial(whole.run, tuple(entries)),
             (cls, repr(params), tuple(entries)),
             (param, *(_at(state, entry) for entry in entries), grad),
             (*buffers, buffers[0]),
-            (shapes, *entries.values(), shapes),
+            (whole.shapes, *entries.values(), whole.shapes),
             step,
             param.dtype,
             contents.rank,
@@ -185,16 +148,89 @@ def whole_transform(
         return grad, param, _state(step, dict(zip(entries, new, strict=True)))
 
     def specs(param: TensorSpec) -> WholeState[TensorSpec]:
-        entries = state_of(torch.float64 if param.dtype == "float64" else torch.float32)
-        buffers = owned_buffers(layout, matrices, tuple(entries.values()), None, ((0, 0),), "full")
+        dtype = torch.float64 if param.dtype == "float64" else torch.float32
         tensors: dict[_Entry, TensorSpec] = {
-            entry: EntriesSpec.of(param, buffer.layout, entry.dtype)
-            for entry, buffer in zip(entries, buffers[1:], strict=True)
+            entry: EntriesSpec.of(param, layout, entry.dtype)
+            for entry, layout in whole.layouts(dtype).items()
         }
         return _state(step_spec(param), tensors)
 
     update = calling(calls)
     return Transform(init, update, specs, calls=(update, calls))
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """The parameters of a layout, and what a class keeps of each."""
+
+    cls: type[Optimizer]
+    params: Mapping[str, Any]
+    layout: FlatLayout
+    blanks: dict[Any, tuple[Values, Values]]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.layout.shape(each.name)) for each in _params_of(self.layout))
+
+    def entries(self, dtype: torch.dtype) -> dict[_Entry, tuple[tuple[int, ...], ...]]:
+        """By tensor of the state, the shape of each parameter's entries; (0,) for one
+        that has none.
+        """
+        shapes = self.shapes
+        found: dict[_Entry, dict[int, tuple[int, ...]]] = {}
+        for index, shape in enumerate(shapes):
+            if (shape, dtype) not in self.blanks:
+                self.blanks[shape, dtype] = _blank_state(self.cls, self.params, shape, dtype)
+            for is_number, values in enumerate(self.blanks[shape, dtype]):
+                for name, x in values.items():
+                    entry = _Entry(bool(is_number), dtype_name(x.dtype), name)
+                    found.setdefault(entry, {})[index] = tuple(x.shape)
+        return {
+            entry: tuple(of.get(index, (0,)) for index in range(len(shapes)))
+            for entry, of in sorted(found.items())
+        }
+
+    def buffers(
+        self,
+        entries: Mapping[_Entry, tuple[tuple[int, ...], ...]],
+        owners: tuple[int, ...] | None = None,
+        places: tuple[tuple[int, int], ...] = ((0, 0),),
+        holds: Literal["shard", "full"] = "full",
+    ) -> tuple[OwnedBuffer, ...]:
+        """Of the parameters, and of each tensor of the state."""
+        matrices = _params_of(self.layout)
+        return owned_buffers(self.layout, matrices, tuple(entries.values()), owners, places, holds)
+
+    def layouts(self, dtype: torch.dtype) -> dict[_Entry, FlatLayout]:
+        """Of each tensor of the state."""
+        entries = self.entries(dtype)
+        found = (buffer.layout for buffer in self.buffers(entries)[1:])
+        return dict(zip(entries, found, strict=True))
+
+    def run(
+        self,
+        entries: tuple[_Entry, ...],
+        stack: Tensor,
+        given: tuple[Tensor, ...],
+        counts: Tensor,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The new parameters and states, from parameters, states and gradients."""
+        *olds, grads = given
+        results, news = [], [list[Tensor]() for _ in olds]
+        for index, count in enumerate(counts.tolist()):
+            full = stack[index].clone()
+            before = {
+                entry: old[index]
+                for entry, old in zip(entries, olds, strict=True)
+                if old[index].numel()
+            }
+            after = _stepped(
+                self.cls, self.params, full, grads[index], before if count > 1 else None
+            )
+            results.append(full)
+            for new, old, entry in zip(news, olds, entries, strict=True):
+                new.append(after.get(entry, old[index]))
+        return torch.stack(results), [torch.stack(new) for new in news]
 
 
 def _state(step: Leaf, tensors: Mapping[_Entry, Leaf]) -> WholeState[Leaf]:

@@ -246,7 +246,7 @@ class Plan:
 
     @property
     def divided_leaves(self) -> Iterator[StateLeaf]:
-        """All tensors that are divided like their flat buffer."""
+        """Tensors divided like their buffers."""
         return (
             leaf for buffer in self.flat_buffers for leaf in self.leaves(buffer) if leaf.is_divided
         )
