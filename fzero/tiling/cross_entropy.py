@@ -100,9 +100,7 @@ def linear_cross_entropy(
     given = (hidden, weight, *(() if bias is None else (bias,)))
     wants = sum(1 << index for index, x in enumerate(given) if x.requires_grad)
     device = hidden.device.type
-    dtype = (
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    )
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     total = _summed(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1),
         wants if torch.is_grad_enabled() else 0, chunk, ignore_index, float(label_smoothing),
@@ -436,8 +434,9 @@ def _second(
         along = [part_of(directions[index], index) for index in there]
         first = partial(_inner, own, terms, along)
         if pulls:
-            value, pull = torch.func.vjp(first, *given)
-            for index, grad in zip(there, pull(torch.ones_like(value)), strict=True):
+            pulled: Any = torch.func.vjp(first, *given)
+            value = pulled[0]
+            for index, grad in zip(there, pulled[1](torch.ones_like(value)), strict=True):
                 found[index].append(grad)
         else:
             value = first(*given)

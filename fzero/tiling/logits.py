@@ -9,6 +9,7 @@ Shape letters: D width, V vocabulary.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -45,8 +46,8 @@ class Logits:
     name: str
     chunks: Mapping[str, int]
     dtype: torch.dtype
-    scale: float = 1.0
-    outer: float = 1.0
+    scale: builtins.float = 1.0
+    outer: builtins.float = 1.0
     is_capped: bool = False
     is_class_second: bool = False
 
@@ -122,7 +123,8 @@ class Logits:
             return replace(self, outer=self.outer / other)
         if isinstance(other, Numbers):
             return replace(self, scale=self.scale / other)
-        return self * (1 / other)
+        inverse: Logits = self * (1 / other)
+        return inverse
 
     def tanh(self) -> Logits:
         """Capped; once."""
@@ -189,7 +191,8 @@ class Logits:
         name = getattr(func, "__name__", str(func))
         if func in (torch.Tensor.mul, torch.Tensor.__mul__, torch.mul):
             left, right = args[:2]
-            return mine * (right if left is mine else left)
+            product: Logits = mine * (right if left is mine else left)
+            return product
         if args and args[0] is mine and name in _METHODS:
             return getattr(mine, name)(*args[1:], **kwargs)
         return mine._refuse(f"torch's {name}")
@@ -203,7 +206,7 @@ class Logits:
         ignore_index: int = -100,
         reduce: Any = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: Any = 0.0,
     ) -> Any:
         if weight is not None or size_average is not None or reduce is not None:
             self._refuse("F.cross_entropy with weight, size_average or reduce")
@@ -234,5 +237,6 @@ class Logits:
 
 
 _METHODS = frozenset(
-    "float to contiguous tanh view reshape flatten transpose permute div true_divide".split()
+    ["float", "to", "contiguous", "tanh", "view", "reshape", "flatten", "transpose", "permute"]
 )
+"""Those of `Logits` that have a function of torch, too."""

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from fzero.common.arguments import check_callable
-from fzero.model.own_params import is_bound, with_present
+from fzero.model.own_params import FetchedParameters, is_bound, with_present
 from fzero.tiling.shapes import check_divides
 
 Again = Callable[[], AbstractContextManager[None]]
@@ -93,7 +93,7 @@ class Tiled:
     def __call__(self, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
         size = self._size(x)
         if torch.compiler.is_dynamo_compiling():
-            return self._in_dynamo(x.split(size, self.dim), args, kwargs)
+            return self._in_dynamo(torch.split(x, size, self.dim), args, kwargs)
         if not self.checked and _has_values(x):
             self._check_tokens(x.detach(), args, kwargs)
         call = _Call(self, size, *_noted_random(x))
@@ -102,7 +102,7 @@ class Tiled:
         call.args, call.kwargs = run.given((args, kwargs))
         tiles = [
             self._tile(call, run, index, tile, args, kwargs)
-            for index, tile in enumerate(x.split(size, self.dim))
+            for index, tile in enumerate(torch.split(x, size, self.dim))
         ]
         if not self.checked and _has_values(x):
             self.checked.append(True)
@@ -149,10 +149,7 @@ class Tiled:
         recomputes = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
         if recomputes:
             return torch.cat(
-                [
-                    checkpoint(self.fn, tile, *args, use_reentrant=False, **kwargs)
-                    for tile in tiles
-                ],
+                [checkpoint(self.fn, tile, *args, use_reentrant=False, **kwargs) for tile in tiles],
                 self.dim,
             )
         return torch.cat([self.fn(tile, *args, **kwargs) for tile in tiles], self.dim)
@@ -365,8 +362,6 @@ def _slots_of(
     """See `_Call.slots`; of the modules that a function is, or reads by its closure or
     its globals.
     """
-    if all(type(key) is not int for key in captured):
-        return {}
     owner = inspect.unwrap(getattr(fn, "__func__", fn))
     held = [fn, getattr(fn, "__self__", None)]
     if inspect.isfunction(owner):
@@ -374,10 +369,16 @@ def _slots_of(
         held += inspect.getclosurevars(owner).globals.values()
     slots: dict[Hashable, tuple[dict[str, Any], str]] = {}
     for module in (inner for x in held if isinstance(x, nn.Module) for inner in x.modules()):
-        if type(own := module._parameters) is dict:  # not that of a step's model
-            for name, x in own.items():
-                if x is not None and id(x) in captured:
-                    slots[id(x)] = own, name
+        own = module._parameters
+        for name in own:
+            # a step's model is asked for names, not for tensors, which would be gathered
+            key = (
+                ("fzero", own.names.get(name))
+                if isinstance(own, FetchedParameters)
+                else id(own[name])
+            )
+            if key in captured:
+                slots[key] = own, name
     return slots
 
 
@@ -445,7 +446,8 @@ class _Call:
         states: the random state before each tile, if it does.
         keys: of the noted tensors, in the order in which they are saved.
         slots: of noted parameters, the dict and key of a module that held it, which by
-            then holds another tensor if `torch.func.functional_call` had put it there.
+            then holds another tensor if `torch.func.functional_call` or a step had put it
+            there.
     """
 
     tiled: Tiled
@@ -484,9 +486,7 @@ class _Call:
                 if now is not None:
                     self.random.set(now)
 
-    def again(
-        self, index: int, tile: Tensor, captured: Sequence[Tensor], used: set[int]
-    ) -> Tensor:
+    def again(self, index: int, tile: Tensor, captured: Sequence[Tensor], used: set[int]) -> Tensor:
         """The result of a tile, computed from saved tensors; adds the places of those
         that it reads to `used`.
         """
@@ -500,7 +500,8 @@ class _Call:
 
         args, kwargs = optree.tree_map(given, (self.args, self.kwargs), none_is_leaf=True)
         for key, (held, name) in self.slots.items():
-            places[_key_of(held[name])] = places[key]
+            # past the `fetch` of a step's model, which outside of it has its own tensors
+            places[id(dict.__getitem__(held, name))] = places[key]
         run = _Again(captured, places, used, self.tiled.name)
         with self._as_first(index), run.of_tile(tile):
             return self.tiled.fn(tile, *args, **kwargs)
@@ -551,7 +552,7 @@ def _pulled(
     parts, sums, used = list[Tensor](), dict[int, Tensor](), set[int]()
     with torch.set_grad_enabled(is_recorded):
         for index, (tile, own) in enumerate(
-            zip(x.split(size, dim), grad.split(size, dim), strict=True)
+            zip(torch.split(x, size, dim), torch.split(grad, size, dim), strict=True)
         ):
 
             def run(*some: Tensor, index: int = index, tile: Tensor = tile) -> Tensor:
@@ -582,17 +583,13 @@ def _pull(
 ) -> Sequence[Tensor]:
     """The gradients of a tile."""
     if torch._C._are_functorch_transforms_active():
-        _, pull = torch.func.vjp(run, *primals)
-        found: Sequence[Tensor] = pull(grad)
+        pulled: Any = torch.func.vjp(run, *primals)
+        found: Sequence[Tensor] = pulled[1](grad)
         return found
     with torch.enable_grad():
-        inputs = [
-            x.view_as(x) if is_recorded else x.detach().requires_grad_() for x in primals
-        ]
+        inputs = [x.view_as(x) if is_recorded else x.detach().requires_grad_() for x in primals]
         out = run(*inputs)
-    return torch.autograd.grad(
-        out, inputs, grad, create_graph=is_recorded, materialize_grads=True
-    )
+    return torch.autograd.grad(out, inputs, grad, create_graph=is_recorded, materialize_grads=True)
 
 
 def _add(sums: dict[int, Tensor], place: int, part: Tensor) -> None:
