@@ -125,7 +125,7 @@ class Tiled:
         self, call: _Call, run: _Noting, index: int, tile: Tensor, args: Any, kwargs: Any
     ) -> Tensor:
         """The result of a tile, without its graph."""
-        tile = tile.detach()
+        tile = tile.detach().contiguous()  # for code that takes a view of it
         before = call.random.state() if call.draws else None
         proxies = get_proxy_mode()
         nodes = 0 if proxies is None else len(proxies.tracer.graph.nodes)
@@ -152,7 +152,7 @@ class Tiled:
                 [checkpoint(self.fn, tile, *args, use_reentrant=False, **kwargs) for tile in tiles],
                 self.dim,
             )
-        return torch.cat([self.fn(tile, *args, **kwargs) for tile in tiles], self.dim)
+        return torch.cat([self.fn(tile.contiguous(), *args, **kwargs) for tile in tiles], self.dim)
 
     # --- checks -------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Tiled:
         """Raises if a token's result depends on others: those of drawn tokens alone
         must be as among all.
         """
-        few = x.narrow(self.dim, 0, min(x.shape[self.dim], 32))
+        few = x.narrow(self.dim, 0, min(x.shape[self.dim], 32)).contiguous()
         if few.shape[self.dim] < 2 or not x.numel():
             return
         generator = torch.Generator().manual_seed(0)
@@ -212,7 +212,15 @@ class Tiled:
             if random.has_moved(before):
                 random.set(before)
                 return
-            alone = self.fn(few.index_select(self.dim, drawn), *args, **kwargs)
+            part = few.index_select(self.dim, drawn)
+            try:
+                alone = self.fn(part, *args, **kwargs)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{self.name}: fn must take any number of tokens along dimension {self.dim}, "
+                    f"got an error for {len(drawn)} of {few.shape[self.dim]}: {error}; leave what "
+                    f"mixes tokens outside of it, or choose dim="
+                ) from error
         if not isinstance(whole, Tensor) or whole.shape[self.dim] != few.shape[self.dim]:
             return  # `_tile` reports it
         among = whole.index_select(self.dim, drawn)
@@ -502,7 +510,7 @@ class _Call:
         for key, (held, name) in self.slots.items():
             # past the `fetch` of a step's model, which outside of it has its own tensors
             places[id(dict.__getitem__(held, name))] = places[key]
-        run = _Again(captured, places, used, self.tiled.name)
+        tile, run = tile.contiguous(), _Again(captured, places, used, self.tiled.name)
         with self._as_first(index), run.of_tile(tile):
             return self.tiled.fn(tile, *args, **kwargs)
 
