@@ -4,6 +4,7 @@ libraries for DeepSpeed use them.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -263,11 +264,15 @@ def _loads() -> None:
     zeros = {name: torch.zeros_like(x) for name, x in weights.items()}
     with pytest.raises(RuntimeError, match=r"call engine\.load_module_state_dict"):
         engine.module.load_state_dict(zeros)
+    part, of_part = engine.module.get_submodule("head"), {"weight": zeros["head.weight"]}
+    with pytest.raises(RuntimeError, match=r"engine\.module\.head\.load_state_dict: parameters"):
+        part.load_state_dict(of_part, strict=False)
     with zero.GatheredParameters(engine.parameters(), modifier_rank=0):
+        copy.deepcopy(part).load_state_dict(of_part, strict=False)
         engine.module.load_state_dict(zeros)
     assert all(not x.any() for x in engine.module_state_dict().values())
     engine.destroy()
-    assert "load_state_dict" not in vars(engine.module)
+    assert all("load_state_dict" not in vars(each) for each in engine.module.modules())
 
 
 def test_a_state_dict_that_the_module_itself_cannot_load_is_refused_by_name(

@@ -59,13 +59,13 @@ class _Forward(ReplacedMethod):
 
 
 class _LoadStateDict(ReplacedMethod):
-    """Replaces a module's `load_state_dict` while an engine of stage 3 holds the
-    module.
+    """Replaces the `load_state_dict` of the module, or of a submodule, while an engine
+    of stage 3 holds the module.
     """
 
-    def __init__(self, held: HeldModule, module: nn.Module) -> None:
+    def __init__(self, held: HeldModule, name: str, module: nn.Module) -> None:
         super().__init__(module, "load_state_dict")
-        self.held = held
+        self.held, self.name = held, name
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
@@ -74,7 +74,7 @@ class _LoadStateDict(ReplacedMethod):
             if self.held.has_values or "size mismatch" not in str(error):
                 raise
             raise PartitionedParameterError(
-                "engine.module.load_state_dict: parameters that are sharded over the ranks have no "
+                f"{self.name}.load_state_dict: parameters that are sharded over the ranks have no "
                 "values here, so weights of their full shapes cannot be copied into them; call "
                 "engine.load_module_state_dict(...) on all ranks, or load inside `with "
                 "fzero.deepspeed.zero.GatheredParameters(engine.parameters(), modifier_rank=0):`"
@@ -119,7 +119,11 @@ class HeldModule:
         engine, module = self.engine, self.engine.module
         self._replaced.append(_Forward(self, module))
         if engine.train_step.plan.row.shards("params"):
-            self._replaced.append(_LoadStateDict(self, module))
+            self._replaced += [
+                _LoadStateDict(self, ".".join(filter(None, ("engine.module", name))), part)
+                for name, part in module.named_modules()
+                if any(True for _ in part.parameters())
+            ]
         if engine.train_step.plan.row.shards("params") and engine.train_step.spec.compile is None:
             hold_parts(engine, module)
         self.show_state()
