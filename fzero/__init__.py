@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from fzero.state import Metrics as Metrics, TrainState as TrainState
     from fzero.step import TrainStep as TrainStep, make_train_step as make_train_step
     from fzero.storage.file_tensor import StoreError as StoreError
+    from fzero.tiling.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from fzero.tiling.tiles import tiled as tiled
+    from fzero.tiling.transforms import tiled_head as tiled_head, tiled_mlp as tiled_mlp
     from fzero.verbs import (
         gather as gather,
         optimizer_update as optimizer_update,
@@ -85,10 +88,13 @@ else:
             "state": "Metrics TrainState",
             "step": "TrainStep make_train_step",
             "storage.file_tensor": "StoreError",
+            "tiling.cross_entropy": "linear_cross_entropy",
+            "tiling.tiles": "tiled",
+            "tiling.transforms": "tiled_head tiled_mlp",
             "verbs": "gather optimizer_update reduce_scatter_grads shard specs_of",
             "": "checkpoint comms common config deepspeed engine estimation generation graph "
             "integrations launch optim "
-            "plans profiling resharding runtime simulation state step storage testing tuning verbs",
+            "plans profiling resharding runtime simulation state step storage testing tiling tuning verbs",
         },
     )
 

@@ -69,6 +69,7 @@ BUDGETS = {
     "step": 400,
     "storage": 260,
     "testing": 900,
+    "tiling": 200,
     "transforms": 200,
     "tuning": 120,
 }
