@@ -111,7 +111,7 @@ def digest(x: Tensor) -> Digest:
         last[: flat.numel() % _WORD] = flat[num_whole * _WORD :]
         rest = torch.cat([rest, last.view(torch.int64)])
     row_sums, column_sums = table.sum(1), table.sum(0)
-    for row in rest.split(width):
+    for row in torch.split(rest, width):
         row_sums = torch.cat([row_sums, row.sum().view(1)])
         column_sums[: len(row)] += row
     return Digest(row_sums, column_sums, tuple(x.shape), x.dtype)

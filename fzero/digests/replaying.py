@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice, zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import optree
 import torch
@@ -166,7 +166,7 @@ class _Replay:
         earliest = min(at for _, (at, *_) in found)
         third = self._again()[2]
         runs = None
-        if index == earliest:
+        if index is not None and index == earliest:
             agrees = [_same(third, other, index) for other in (first, second)]
             runs = ("second", "first")[agrees.index(True)] if any(agrees) else "all"
         kinds = collectives.exchange(runs, self.world, label=_COMPARE)
@@ -221,33 +221,43 @@ class _Replay:
         self, shared: list[dict[str, Any]], hosts: list[str], second: list[Watched]
     ) -> None:
         """Raises if ranks that hold the same values differ."""
-        mine = {" ".join(x.place): x for x in _unique(second)}
-        for name in dict.fromkeys(name for of_rank in shared for name in of_rank):
+        names = dict.fromkeys(name for of_rank in shared for name in of_rank)
+        for name in names:
             held = [of_rank.get(name) for of_rank in shared]
-            ranks = _odd(held)
-            if ranks:
-                entry = mine.get(name)
-                plain = None if entry is None else (entry.place, entry.digest.plain())
-                values = collectives.exchange(plain, self.world, label=_COMPARE)
-                odd = ranks[0]
-                other = next(
-                    rank
-                    for rank, own in enumerate(held)
-                    if own is not None and held[odd] and own[0] == held[odd][0] and own != held[odd]
-                )
-                place, of_odd = values[odd]
-                where = Digest.of_plain(of_odd).first_difference(Digest.of_plain(values[other][1]))
-                what = _Found(tuple(ranks), tuple(hosts[r] for r in ranks), tuple(place), where)
-                which = "unlike most" if len(ranks) * 2 < len(held) else "and one of them is wrong"
-                raise ReplayError(
-                    f"replay: in step {self.number} ranks that hold the same values differ: {what}, "
-                    f"{which}; each rank's own two runs agree; a fault before this step, a kernel, "
-                    f"or code that computes otherwise by rank makes this; load the last checkpoint, "
-                    f"or take the values of a rank that is right",
-                    what,
-                    "ranks",
-                    self.number,
-                )
+            if odd := _odd(held):
+                self._raise_for_ranks(name, held, odd, hosts, second)
+
+    def _raise_for_ranks(
+        self,
+        name: str,
+        held: list[tuple[int, int] | None],
+        odd: list[int],
+        hosts: list[str],
+        second: list[Watched],
+    ) -> NoReturn:
+        mine = next((x for x in _unique(second) if " ".join(x.place) == name), None)
+        plain = None if mine is None else (mine.place, mine.digest.plain())
+        values = collectives.exchange(plain, self.world, label=_COMPARE)
+        (place, one), shard = values[odd[0]], _shard_of(held[odd[0]])
+        other = next(
+            digest
+            for own, (_, digest) in zip(
+                held, (each or (None, None) for each in values), strict=True
+            )
+            if own != held[odd[0]] and _shard_of(own) == shard
+        )
+        where = Digest.of_plain(one).first_difference(Digest.of_plain(other))
+        what = _Found(tuple(odd), tuple(hosts[rank] for rank in odd), tuple(place), where)
+        which = "unlike most" if len(odd) * 2 < len(held) else "and one of them is wrong"
+        raise ReplayError(
+            f"replay: in step {self.number} ranks that hold the same values differ: {what}, "
+            f"{which}, although each rank gives the same result twice; a fault before this step, "
+            f"or code that differs by rank, makes this; load the last checkpoint, or take the "
+            f"values of a rank that is right",
+            what,
+            "ranks",
+            self.number,
+        )
 
 
 def _differs_at(first: Sequence[Watched], second: Sequence[Watched]) -> int | None:
@@ -270,6 +280,10 @@ def _place(
     if index < len(second) and first[index : index + 1]:
         where = first[index].digest.first_difference(second[index].digest)
     return *entry.place, where
+
+
+def _shard_of(held: tuple[int, int] | None) -> int | None:
+    return None if held is None else held[0]
 
 
 def _unique(watched: Sequence[Watched]) -> Iterator[Watched]:

@@ -82,9 +82,7 @@ class _Watcher:
         plan = step.plan
         self.unit_of_buffer = {b.key: unit.name for unit in plan.units for b in unit.buffers}
 
-    def see(
-        self, phase: Phase, unit: str, tensor: str, x: Any, spec: Spec | None = None
-    ) -> None:
+    def see(self, phase: Phase, unit: str, tensor: str, x: Any, spec: Spec | None = None) -> None:
         """Adds a tensor; with its spec, if ranks hold the same values."""
         if not isinstance(x, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(x):
             return

@@ -5,6 +5,7 @@ Faults are made on real ranks: one bit of one element is flipped in one of the r
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -237,3 +238,116 @@ def test_a_flipped_bit_is_found_and_named(ranks: RankPool, stage: int) -> None:
     for tried in ranks(2, _finds, stage, seeds):
         assert not tried.wrong
         assert tried.num_found >= 0.75 * NUM_FAULTS, tried
+
+
+def _weights_of_a_rank(stage: int) -> tuple[str, tuple[int, ...], str, str]:
+    step, state, batch = made(stage)
+    if step.rank == 1:
+        key = step.plan.units[2].buffers[0].key
+        state.params[key].view(torch.uint8)[4 * 3] ^= 1
+    with pytest.raises(
+        fzero.ReplayError, match=r"ranks that hold the same values differ"
+    ) as caught:
+        fzero.replay(step, state, batch)
+    error = caught.value
+    return error.cause, error.ranks, error.unit, error.where
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_rank_with_other_weights_is_named(ranks: RankPool, stage: int) -> None:
+    found = ranks(3, _weights_of_a_rank, stage)
+    assert found == [("ranks", (1,), "h.0", "element 3")] * 3
+
+
+class Drawing(nn.Module):
+    """It draws from a generator that no state holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x) * random.random())
+        return out
+
+
+def test_a_model_that_draws_its_own_numbers_is_not_deterministic() -> None:
+    model = Drawing()
+    step = fzero.make_train_step(model, {"optimizer": {"type": "SGD"}}, loss_fn=loss_of)
+    batch = torch.randn(4, 4), torch.randn(4, 2)
+    with pytest.raises(fzero.ReplayError, match="gives another result at each run") as caught:
+        fzero.replay(step, step.init(), batch)
+    assert (caught.value.cause, caught.value.phase, caught.value.unit) == (
+        "nondeterministic", "forward", "last",
+    )  # fmt: skip
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "in one graph": {"compile": "step", "compile_backend": "aot_eager"},
+    "blocks": {"compile": "block", "compile_backend": "aot_eager"},
+    "checkpoints": {"checkpoint": 2},
+    "donated": {"donate": True},
+    "copied": {"donate": False},
+}
+
+
+def _is_the_step(stage: int, name: str) -> None:
+    step, state, batch = made(stage, **SETTINGS[name])
+    other = optree.tree_map(torch.clone, state)
+    for _ in range(3):
+        state, found = fzero.replay(step, state, batch, every=2)
+        other, expected = step(other, batch)
+        assert torch.equal(found.loss, expected.loss)
+        for x, y in zip(optree.tree_leaves(state), optree.tree_leaves(other), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_replayed_step_has_the_bits_of_the_step(ranks: RankPool, stage: int, name: str) -> None:
+    ranks(2, _is_the_step, stage, name)
+
+
+def test_micro_batches_of_an_iterator_are_used_twice() -> None:
+    cfg = {"optimizer": {"type": "SGD"}, "gradient_accumulation_steps": 2}
+    step = fzero.make_train_step(Net(), cfg, loss_fn=loss_of, units=UNITS)
+    state, batches = step.init(), [(torch.randn(4, 4), torch.randn(4, 2)) for _ in range(4)]
+    loader = iter(batches)
+    for index in range(2):
+        expected, _ = step(optree.tree_map(torch.clone, state), iter(batches[2 * index :]))
+        state, _ = fzero.replay(step, state, loader)
+        pairs = zip(
+            optree.tree_leaves(state.params), optree.tree_leaves(expected.params), strict=True
+        )
+        assert all(torch.equal(x, y) for x, y in pairs)
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_what_cannot_be_replayed_is_refused() -> None:
+    step = fzero.make_train_step(Net(), {"optimizer": {"type": "SGD"}}, loss_fn=loss_of)
+    state, batch = step.init(), (torch.randn(4, 4), torch.randn(4, 2))
+    with pytest.raises(ValueError, match="every must be a whole number of steps of at least 1"):
+        fzero.replay(step, state, batch, every=0)
+    with pytest.raises(ValueError, match="replay: must be a step of make_train_step"):
+        fzero.replay(Net(), state, batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5, 2), (40,)])
+def test_a_digest_names_the_element_of_any_flipped_bit(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x = (torch.randn(shape) * 3).to(dtype)
+    places = [*itertools.product(*map(range, shape))]
+    for index, place in enumerate(places):
+        for bit in range(1 if dtype == torch.bool else 8 * x.element_size()):
+            y = x.clone()
+            bytes_of = y.view(-1).view(torch.uint8) if shape else y.view(1).view(torch.uint8)
+            bytes_of[index * x.element_size() + bit // 8] ^= 1 << bit % 8
+            expected = place if len(shape) > 1 else index
+            assert digest(x).first_difference(digest(y)) == f"element {expected}"
+            assert not digest(x).same_as(digest(y))
+    assert digest(x).same_as(digest(x.clone()))
+    assert not digest(x).first_difference(digest(x.clone()))
