@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, str] = {
     "resharding": STEP,
     "estimation": f"{CORE} state storage model runtime pipeline graph transforms",  # needs no step
     "checkpoint": f"{STEP} resharding",
+    "digests": STEP,
     "generation": f"{STEP} resharding",
     "profiling": f"{STEP} resharding estimation",
     "deepspeed": f"fzero {STEP} resharding estimation checkpoint profiling generation attention",
