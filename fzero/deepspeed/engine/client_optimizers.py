@@ -9,8 +9,7 @@ hyper-parameters and groups are read, and converted to a transform. Later change
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
