@@ -223,6 +223,17 @@ def test_a_buffer_of_another_form_is_refused_by_name(
         getattr(engine, call)(*arguments)
 
 
+def test_a_loaded_buffer_must_have_its_own_shape() -> None:
+    engine: Any = fzero.initialize(model=Net(), config={"optimizer": {"type": "SGD"}})[0]
+    wrong = {"norm.running_mean": torch.ones(1)}
+    with pytest.raises(
+        ValueError, match=r"buffer 'norm.running_mean': must be given a value of its own shape"
+    ):
+        engine.load_module_state_dict(wrong, strict=False)
+    engine.load_module_state_dict({"table.calls": torch.tensor([3])}, strict=False)
+    assert engine.module.table.calls.shape == () and engine.module.table.calls == 3
+
+
 def test_statistics_of_forwards_without_gradients_are_saved(tmp_path: Any) -> None:
     """`torch.optim.swa_utils.update_bn` recomputes them."""
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.2}}}

@@ -20,6 +20,7 @@ import deepspeed_estimates
 import optree
 import pytest
 import torch
+from alive import most_alive
 from hypothesis import given, strategies as st
 from schedules import recorded
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ import fzero
 from fzero.common.flops import counter
 from fzero.deepspeed import estimators as estimates
 from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
-from fzero.estimation.activation_trace import ActivationCounter, OperatorCost, trace_activations
+from fzero.estimation.activation_trace import OperatorCost, trace_activations
 from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_run import dry_run
 from fzero.estimation.fitting import Limits
@@ -587,19 +588,6 @@ def test_only_gradients_and_new_parameters_cross_where_the_processor_updates(
 
 
 # --- activations ----------------------------------------------------------------------------------
-
-
-def most_alive(model: nn.Module, cfg: dict[str, Any], batch: Any) -> int:
-    """Bytes that an eager step on real tensors makes besides the state, counted by the
-    same rule.
-    """
-    step = fzero.make_train_step(model, cfg)
-    state, _ = step(step.init(), batch)  # which takes what later steps keep
-    alive = ActivationCounter()
-    alive.ignore(x for x in optree.tree_leaves((state, batch)) if isinstance(x, Tensor))
-    with alive:
-        step(state, batch)
-    return alive.most
 
 
 class Wide(Uneven):

@@ -103,6 +103,13 @@ def test_a_copy_of_the_module_has_its_own_generate() -> None:
     assert torch.equal(greedy(other, ids(1)), greedy(engine.module, ids(1)))
 
 
+def test_a_module_has_its_own_generate_again_after_destroy() -> None:
+    engine = _engine(1)
+    expected = greedy(engine.module, ids(1))
+    engine.destroy()
+    assert torch.equal(greedy(engine.module, ids(1)), expected)
+
+
 def test_lora_is_merged_in_copies_alone() -> None:
     engine = _engine(1, nn.Sequential(ChatLinear(8), ChatLinear(8)))
     before = engine.module_state_dict()

@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, str] = {
     "runtime": f"{CORE} state verbs storage model",
     "pipeline": f"{CORE} state verbs storage model runtime transforms",
     "transforms": f"{CORE} state model runtime graph",
+    "tiling": "sharding common model plans transforms",
     "graph": f"{CORE} state verbs storage model runtime",
     "parallelism": f"{CORE} runtime pipeline graph estimation",
     "step": f"{CORE} state verbs storage model runtime graph transforms parallelism",
@@ -51,6 +52,7 @@ MAY_IMPORT: dict[str, str] = {
     "resharding": STEP,
     "estimation": f"{CORE} state storage model runtime pipeline graph transforms",  # needs no step
     "checkpoint": f"{STEP} resharding",
+    "digests": STEP,
     "generation": f"{STEP} resharding",
     "profiling": f"{STEP} resharding estimation",
     "deepspeed": f"fzero {STEP} resharding estimation checkpoint profiling generation attention",
@@ -95,7 +97,7 @@ PUBLIC_MODULES = {"sharding", "sharding.views", "sharding.reference", "sharding.
 and its doors.
 """
 
-ROOT_NAMES = 39
+ROOT_NAMES = 43
 """Public names of `fzero` itself: what a training loop of one's own calls, `log` among
 them, and `notebook_launch`, which a notebook calls around such a loop; all others stand
 behind a door."""

@@ -199,7 +199,7 @@ def test_the_leaves_of_all_buffers_are_those_of_the_state_under_their_names(
         [x.stream_name for x in leaves],
     ):
         assert len(set(names)) == len(leaves)
-    assert {leaf.placed_as for leaf in leaves if leaf.is_long} == {*step.plan.placements}
+    assert {leaf.placed_as for leaf in leaves if leaf.is_divided} == {*step.plan.placements}
 
 
 @pytest.mark.covering(1)
