@@ -142,7 +142,7 @@ class _Replay:
         mine = None if index is None else (index, *_place(index, first, second))
         shared = {" ".join(x.place): (x.shard, x.digest.number()) for x in _unique(second)}
         host = socket.gethostname()
-        everyone = collectives.exchange((host, mine, shared), self.world, label=_COMPARE)
+        everyone = self._told((host, mine, shared))
         hosts = [host for host, _, _ in everyone]
         over_time = [(rank, found) for rank, (_, found, _) in enumerate(everyone) if found]
         if over_time:
@@ -153,6 +153,10 @@ class _Replay:
     def _again(self) -> tuple[State, Metrics, list[Watched]]:
         batch = iter(self.batch) if isinstance(self.batch, list) else self.batch
         return watched_step(self.step, optree.tree_map(torch.clone, self.state), batch)
+
+    def _told(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        return collectives.exchange(value, self.world, label=_COMPARE)
 
     def _raise_over_time(
         self,
@@ -169,7 +173,7 @@ class _Replay:
         if index is not None and index == earliest:
             agrees = [_same(third, other, index) for other in (first, second)]
             runs = ("second", "first")[agrees.index(True)] if any(agrees) else "all"
-        kinds = collectives.exchange(runs, self.world, label=_COMPARE)
+        kinds = self._told(runs)
         ranks = tuple(rank for rank, (at, *_) in found if at == earliest)
         (_, phase, unit, tensor, where) = next(each for _, each in found if each[0] == earliest)
         of_ranks = tuple(hosts[rank] for rank in ranks)
@@ -213,8 +217,7 @@ class _Replay:
             for each in caught
             if "does not have a deterministic" in str(each.message)
         }
-        mine = collectives.exchange(sorted(names), self.world, label=_COMPARE)
-        every = sorted({name for of_rank in mine for name in of_rank})
+        every = sorted({name for of_rank in self._told(sorted(names)) for name in of_rank})
         return f" ({', '.join(every)})" if every else ""
 
     def _check_ranks(
@@ -237,7 +240,7 @@ class _Replay:
     ) -> NoReturn:
         mine = next((x for x in _unique(second) if " ".join(x.place) == name), None)
         plain = None if mine is None else (mine.place, mine.digest.plain())
-        values = collectives.exchange(plain, self.world, label=_COMPARE)
+        values = self._told(plain)
         (place, one), shard = values[odd[0]], _shard_of(held[odd[0]])
         other = next(
             digest

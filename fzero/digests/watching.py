@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import optree
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fzero.digests.digest import Digest, digest
@@ -84,7 +85,7 @@ class _Watcher:
 
     def see(self, phase: Phase, unit: str, tensor: str, x: Any, spec: Spec | None = None) -> None:
         """Adds a tensor; with its spec, if ranks hold the same values."""
-        if not isinstance(x, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):
             return
         shard = None
         if isinstance(spec, Sharded):
@@ -95,7 +96,7 @@ class _Watcher:
 
     def see_state(self, phase: Phase, state: TrainState[Tensor]) -> None:
         """Adds the tensors of a state, but for the left-over gradients."""
-        for part in TrainState._fields:
+        for part in TrainState.__annotations__:
             if part != "grads":
                 paths, leaves, _ = optree.tree_flatten_with_path(getattr(state, part))
                 specs = optree.tree_leaves(getattr(self.step.specs, part))

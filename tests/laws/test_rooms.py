@@ -97,10 +97,10 @@ PUBLIC_MODULES = {"sharding", "sharding.views", "sharding.reference", "sharding.
 and its doors.
 """
 
-ROOT_NAMES = 43
-"""Public names of `fzero` itself: what a training loop of one's own calls, `log` among
-them, and `notebook_launch`, which a notebook calls around such a loop; all others stand
-behind a door."""
+ROOT_NAMES = 45
+"""Public names of `fzero` itself: what a training loop of one's own calls, `log` and
+`replay` among them, what its model calls (`tiled`), and `notebook_launch`, which a
+notebook calls around such a loop; all others stand behind a door."""
 
 
 def name_of(path: Path) -> str:
