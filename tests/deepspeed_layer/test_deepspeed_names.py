@@ -497,6 +497,7 @@ def _reads_parts(stage: int, folder: Path, where: str) -> dict[str, list[Tensor]
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stage", "where"), [(0, "device"), (1, "device"), (3, "device"), (1, NVME), (3, NVME)]
 )

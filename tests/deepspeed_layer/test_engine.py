@@ -215,6 +215,7 @@ def _in_parts(stage: int) -> dict[str, Tensor]:
     return step.gather(state)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_what_comes_after_the_last_backward_is_added(ranks: RankPool, stage: int) -> None:
     def losses(model: Any, index: int) -> list[Tensor]:
@@ -243,6 +244,7 @@ def _reduces(script: int) -> dict[Any, Counter[str]]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("script", range(len(SCRIPTS)), ids=[f.__name__ for f in SCRIPTS])
 def test_a_backward_reduces_each_unit_once_however_many_forwards_it_is_of(
     ranks: RankPool, script: int
@@ -280,6 +282,7 @@ def _overflows(stage: int) -> list[Any]:
     return [seen, engine.global_steps, engine.skipped_steps]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_an_overflow_skips_update_and_schedule_and_counts_as_a_step(
     ranks: RankPool, stage: int

@@ -203,6 +203,7 @@ def test_so_it_is_on_two_ranks(ranks: RankPool, how: str) -> None:
     _check(how, ranks(2, _table, how, (0, 3))[0], 2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "value",
     [torch.ones(4), torch.ones(3, dtype=torch.double), None],

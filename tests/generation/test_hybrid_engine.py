@@ -51,6 +51,7 @@ def _loop(stage: int, pinned: bool, generates: bool) -> Any:
     return tokens, expected, engine.module_state_dict()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_module_generates_a_plain_models_tokens_and_training_does_not_notice(

@@ -9,7 +9,6 @@ hyper-parameters and groups are read, and converted to a transform. Later change
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.common.arguments import refuse, shown
-from fzero.config.config import ConfigError, ConfigWarning
+from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock, with_overrides
 from fzero.config.optimizers import OPTIMIZERS
 from fzero.optim.torch_optim import torch_optimizer, torch_transform
@@ -210,7 +209,7 @@ def _arguments(cls: type[torch.optim.Optimizer], group: Hyper) -> Hyper:
 
 
 def _needs_whole_params(cls: type[torch.optim.Optimizer], arguments: Hyper) -> bool:
-    """Whether a class works on whole parameters alone; warns of that.
+    """Whether a class works on whole parameters alone.
 
     Raises:
         ValueError: it works neither on shards nor on whole parameters one by one.
@@ -229,13 +228,6 @@ def _needs_whole_params(cls: type[torch.optim.Optimizer], arguments: Hyper) -> b
                     'it in the configuration, "optimizer": {"type": "Muon"}, which has Adam for the other parameters'
                 ) from None
             raise error from None
-        warnings.warn(
-            f"optimizer: {cls.__name__} works on whole parameters only, so that every rank holds "
-            f"all of its state, undivided, and each update gathers parameters and gradients; if "
-            f"Adafactor, Lamb or Muon will do, name it in the configuration",
-            ConfigWarning,
-            stacklevel=5,
-        )
         return True
     return False
 
