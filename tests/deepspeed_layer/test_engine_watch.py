@@ -338,6 +338,16 @@ def test_log_summary_prints_on_rank_0_and_gives_its_numbers_to_a_script(ranks: R
     assert sum(row["count"] for row in reported["summary"]["reduce_scatter"].values()) == 4
 
 
+def test_a_log_that_is_reset_forgets_what_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"reduce": 1.0}
+    monkeypatch.setattr("fzero.comms.collectives.waited", lambda: dict(seconds))
+    log: Any = made(1, comms_logger={"enabled": True}).comms_log
+    seconds["reduce"] = 3.0
+    assert list(log.waited.values()) == [2.0]
+    deepspeed.comm.reset_log()
+    assert log.waited == {} and not log.counts
+
+
 # --- ranges in a trace ----------------------------------------------------------------------------
 
 

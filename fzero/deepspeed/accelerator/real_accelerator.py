@@ -5,6 +5,7 @@ DeepSpeed's accelerators.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, MutableMapping
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -225,10 +226,6 @@ class DeepSpeedAccelerator:
         if name == "_name" or name.startswith("__"):  # of a copy that is not filled yet
             raise AttributeError(name)
         is_cpu, own = self._name == "cpu", _CUDA_NAMES.get(name, name)
-        if name in _BOTH:
-            return _BOTH[name]
-        if name in _BY_DEVICE:
-            return _BY_DEVICE[name][0 if is_cpu else 1]
         if name in _TENSORS:
             return partial(torch.tensor, dtype=_TENSORS[name], device=self.current_device_name())
         if not is_cpu:
@@ -239,6 +236,21 @@ class DeepSpeedAccelerator:
             f"accelerator: has no {name!r} on the CPU; ask get_accelerator().device_name() first"
         )
 
+
+def _method(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of a row, with the arguments that the one on CUDA has."""
+
+    def call(self: DeepSpeedAccelerator, *args: Any, **kwargs: Any) -> Any:
+        return (on_cpu if self._name == "cpu" else on_cuda)(*args, **kwargs)
+
+    own = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    given = inspect.signature(on_cuda).parameters.values()
+    call.__signature__ = inspect.Signature([*own, *given])  # type: ignore[attr-defined]
+    return call
+
+
+for _name, _row in (_BY_DEVICE | {name: (one, one) for name, one in _BOTH.items()}).items():
+    setattr(DeepSpeedAccelerator, _name, _method(*_row))
 
 Accelerator = DeepSpeedAccelerator
 

@@ -71,7 +71,11 @@ class Layouts:
             if window is None
             else no_grad_names & window.forward_backward.forwards.no_grad_names
         )
-        if not wanted <= known.keys() or self._cut_by(rests):
+        buffers = (b for b in engine.train_step.plan.flat_buffers if b.trainable)
+        cuts = any(
+            0 < len(rests.intersection(b.layout.names)) < len(b.layout.names) for b in buffers
+        )
+        if not wanted <= known.keys() or cuts:
             changed = sorted(wanted - known.keys()) or sorted(no_grad_names)
             self.divide(wanted | known.keys(), known, of="requires_grad", changed=changed)
             rests = no_grad_names
@@ -114,13 +118,6 @@ class Layouts:
         state = reshard(engine.state, old, new)
         assert state is not None, "every rank is in both jobs"
         engine.take_over(new, state)
-
-    def _cut_by(self, no_grad_names: frozenset[str]) -> bool:
-        """Whether a trained flat buffer holds both still and other parameters."""
-        trained = (
-            set(b.layout.names) for b in self._engine.train_step.plan.flat_buffers if b.trainable
-        )
-        return any(names & no_grad_names and not names <= no_grad_names for names in trained)
 
     def _step_for(self, trained: Collection[str], starts: Mapping[str, int]) -> TrainStep:
         """A step that trains these parameters; those that require no gradients get flat

@@ -174,22 +174,6 @@ class Settings:
             checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt"
         )
 
-    def autotuning_metric_path(self) -> str:
-        return str(
-            look_up(
-                self.engine.config, "autotuning.metric_path", Path.cwd() / "autotuning_metric.json"
-            )
-        )
-
-    def autotuning_model_info_path(self) -> str:
-        return str(
-            look_up(
-                self.engine.config,
-                "autotuning.model_info_path",
-                Path.cwd() / "autotuning_model_info.json",
-            )
-        )
-
 
 def _given(name: str) -> Callable[[Settings], Any]:
     key, default = GIVEN[name]

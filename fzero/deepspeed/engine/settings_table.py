@@ -11,6 +11,8 @@ which have no counterpart here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 _ZERO, _OFFLOAD, _FP16, _BF16 = (
@@ -80,11 +82,20 @@ def _device_of(block: Any) -> str | None:
     return getattr(block, "device", None)
 
 
+def _path_of(name: str, config: Any) -> str:
+    default = Path.cwd() / f"autotuning_{name}.json"
+    return str(look_up(config, f"autotuning.{name}_path", default))
+
+
 def _dump(block: Any) -> dict[str, Any]:
     return dict(block.model_dump())
 
 
 READ: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
+    **{
+        f"autotuning_{name}_path": ("config", partial(_path_of, name))
+        for name in ("metric", "model_info")
+    },
     "bfloat16_enabled": ("cfg.bf16.enabled", bool),
     "cpuadam_cores_perc": (
         "_config.zero_config.offload_optimizer",

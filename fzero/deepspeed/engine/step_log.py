@@ -187,8 +187,7 @@ class CommsLog:
 
     def __init__(self, keys: CommsLoggerKeys, say: Callable[[str], None] | None) -> None:
         self.keys, self._say = keys, say if keys.verbose else None
-        self.counts: Counter[tuple[str, str, int]] = Counter()
-        self._waited_before = collectives.waited()
+        self.forget()
 
     def __call__(self, sent: CommRecord) -> None:
         if not sent.num_elements or (self.keys.only and sent.collective not in self.keys.only):
@@ -199,6 +198,11 @@ class CommsLog:
             self._say(
                 f"comm: {sent.collective} along {sent.axis}: {sent.label}, {sent.nbytes:,} bytes"
             )
+
+    def forget(self) -> None:
+        """Begins anew."""
+        self.counts: Counter[tuple[str, str, int]] = Counter()
+        self._waited_before = collectives.waited()
 
     @property
     def waited(self) -> dict[str, float]:
