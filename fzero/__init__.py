@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from fzero.deepspeed.engine.engine import Engine as Engine
     from fzero.deepspeed.engine.initialize import initialize as initialize
+    from fzero.digests.replaying import ReplayError as ReplayError, replay as replay
     from fzero.generation.gathered_model import generating as generating
     from fzero.graph.schedule import CompileError as CompileError
     from fzero.launch.notebook import notebook_launch as notebook_launch
@@ -71,6 +72,7 @@ else:
             "config.config": "Config ConfigError ConfigWarning",
             "deepspeed.engine.engine": "Engine",
             "deepspeed.engine.initialize": "initialize",
+            "digests.replaying": "ReplayError replay",
             "generation.gathered_model": "generating",
             "graph.schedule": "CompileError",
             "launch.notebook": "notebook_launch",
@@ -92,7 +94,7 @@ else:
             "tiling.tiles": "tiled",
             "tiling.transforms": "tiled_head tiled_mlp",
             "verbs": "gather optimizer_update reduce_scatter_grads shard specs_of",
-            "": "checkpoint comms common config deepspeed engine estimation generation graph "
+            "": "checkpoint comms common config deepspeed digests engine estimation generation graph "
             "integrations launch optim "
             "plans profiling resharding runtime simulation state step storage testing tiling tuning verbs",
         },

@@ -155,12 +155,12 @@ def _filled(by_work: Mapping[int, Sequence[int]], world_size: int, bound: int) -
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """The matrices of a flat buffer, and the dtypes in which they are sent to owners and
-    results back.
+    """The matrices of a flat buffer, and the dtypes in which tensors of their shapes
+    (gradients, say) are sent to owners, and the result back.
     """
 
     matrices: tuple[Matrix, ...]
-    there: str
+    there: tuple[str, ...]
     back: str
 
 

@@ -303,6 +303,10 @@ def parts_of_own(
     return [StoredSlice.whole(*of_one) for of_one in wanted if stored.get(of_one[0]) == of_one[1]]
 
 
+FORMER_KINDS = {"MuonState": "MatrixState"}
+"""The present names of states in older checkpoints."""
+
+
 def check_kinds(plan: Plan, kinds: Mapping[str, Any]) -> None:
     """Raises ValueError unless all parameters are stored, and those trained in both
     jobs have the same kind of state.
@@ -314,6 +318,8 @@ def check_kinds(plan: Plan, kinds: Mapping[str, Any]) -> None:
                 f"model that was saved"
             )
         before = kinds[name]
+        if before is not None:
+            before = before | {"kind": FORMER_KINDS.get(before["kind"], before["kind"])}
         if now != before and now is not None and before is not None:
             words = [f"{state['kind']}({', '.join(state['keeps'])})" for state in (before, now)]
             raise ValueError(

@@ -205,7 +205,7 @@ def _muon(block: Muon, values: dict[str, Any], kind: str) -> Transform:
 
 def _matrices_of_muon(block: Muon, layout: FlatLayout, kind: str) -> Matrices | None:
     dtype = "bfloat16" if block.params.ns_method == "standard" else "float32"
-    return Matrices(matrices_of(layout), dtype, dtype) if kind == "muon" else None
+    return Matrices(matrices_of(layout), (dtype,), dtype) if kind == "muon" else None
 
 
 class Muon(OptimizerBlock):

@@ -71,8 +71,6 @@ class ShardContents:
             stage 0 (see `whole`), one in stages 1-3.
         stack: the partial sums (len(ranks), K) -> those of all ranks (W, K), in rank
             order. *Collective* for one shard: sends (W-1) · K.
-        join: the flat tensor -> the full buffer (P,). *Collective* for one shard: sends
-            (W-1)/W · P.
         owners: the rank that computes with each matrix of the layout
             (`sharding.owners`); None if this rank computes with all.
         places: by rank of the job, the number of its replica and the index of its
@@ -93,7 +91,6 @@ class ShardContents:
     layout: FlatLayout
     ranks: tuple[int, ...]
     stack: Callable[[Tensor], Tensor] = _same
-    join: Callable[[Tensor], Tensor] = _same
     owners: tuple[int, ...] | None = None
     places: tuple[tuple[int, int], ...] = ((0, 0),)
     rank: int = 0

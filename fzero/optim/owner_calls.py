@@ -27,6 +27,8 @@ Exchange = Callable[[Tensor, list[int], list[int]], Callable[[], Tensor]]
 returns the elements that have arrived. `x` holds those for rank 0 first, and so on."""
 
 Run = Callable[[Tensor, tuple[Tensor, ...], Tensor], tuple[Tensor, Sequence[Tensor]]]
+"""(stack (n, R, C), the other tensors' entries (n, …), counts (n,)) -> the results that
+are sent back: a stack, and entries."""
 
 
 def alone(x: Tensor, sent: list[int], received: list[int]) -> Callable[[], Tensor]:
@@ -38,15 +40,16 @@ class OwnerCall(NamedTuple):
     """What one flat tensor asks the owners of its matrices.
 
     Attributes:
-        run: (stack (n, R, C), the states' entries (n, …), counts (n,)) -> a stack and
-            the new entries.
+        run: see `Run`.
         kind: calls of one kind have equal functions `run`.
-        tensors: the flat tensor of the matrices, and those of their states.
+        tensors: the flat tensor of the matrices, and others that have entries for each
+            of them: their states.
         buffers: where the matrices' entries are in each of these.
         shapes: by tensor and matrix, the shape of the entries.
         step: the number of updates, 0-d.
         reply_dtype: the dtype of the first result, in which it is sent back.
         rank, exchange: this rank, and the collective.
+        num_not_returned: the last so many tensors are sent to owners only.
     """
 
     run: Run
@@ -58,11 +61,14 @@ class OwnerCall(NamedTuple):
     reply_dtype: torch.dtype
     rank: int
     exchange: Exchange
+    num_not_returned: int = 0
 
     def dtypes(self, *, back: bool) -> tuple[torch.dtype, ...]:
         """The dtypes of the tensors, as they are sent."""
-        first, *rest = (x.dtype for x in self.tensors)
-        return (self.reply_dtype if back else first, *rest)
+        found = tuple(x.dtype for x in self.tensors)
+        if back:
+            return (self.reply_dtype, *found[1 : len(found) - self.num_not_returned])
+        return found
 
 
 Reply = tuple[Tensor, ...]
@@ -124,18 +130,18 @@ def call_owners(calls: Sequence[OwnerCall]) -> list[Reply]:
     return [
         tuple(
             _joined(found[index, k], x.numel(), x.new_empty(0, dtype=dtype))
-            for k, (x, dtype) in enumerate(zip(call.tensors, call.dtypes(back=True), strict=True))
+            for k, (x, dtype) in enumerate(zip(call.tensors, call.dtypes(back=True)))
         )
         for index, call in enumerate(calls)
     ]
 
 
 def _groups(calls: Sequence[OwnerCall]) -> list[_Group]:
-    """The matrices that are computed together: of one kind, shape and dtypes."""
+    """The matrices that are computed together: of one kind, shapes and dtypes."""
     found: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
     for index, call in enumerate(calls):
-        for number, matrix in enumerate(call.buffers[0].matrices):
-            found[call.kind, matrix.shape, call.dtypes(back=False)].append((index, number))
+        for number, shapes in enumerate(zip(*call.shapes, strict=True)):
+            found[call.kind, shapes, call.dtypes(back=False)].append((index, number))
     return [_Group(tuple(members)) for members in found.values()]
 
 
@@ -168,8 +174,8 @@ def _start_back(
     into: dict[torch.dtype, dict[int, list[_Piece]]] = defaultdict(lambda: defaultdict(list))
     for index, call, members in _members(calls, group):
         dtypes = call.dtypes(back=True)
-        for k, buffer in enumerate(call.buffers):
-            sends, receives = out[dtypes[k]], into[dtypes[k]]
+        for k, (dtype, buffer) in enumerate(zip(dtypes, call.buffers)):
+            sends, receives = out[dtype], into[dtype]
             for move in moves(buffer, call.rank, back=True):
                 if move.matrix in members:
                     key = (index, k, move.matrix)
@@ -240,18 +246,35 @@ def _compute(
     def stack_of(k: int) -> Tensor:
         shape, empty = call.shapes[k][number], call.tensors[k].new_empty(0)
         numel = math.prod(shape)
-        flats = [_joined(entries[index, k, matrix], numel, empty) for index, matrix in own]
+        found = (entries.get((index, k, matrix), []) for index, matrix in own)
+        flats = [_joined(pieces, numel, empty) for pieces in found]
         return torch.stack(flats).view(len(own), *shape)
 
     stacks = [stack_of(k) for k in range(len(call.tensors))]
     counts = torch.stack([calls[index].step for index, _ in own])
-    result, states = call.run(stacks[0], tuple(stacks[1:]), counts)
     found = {}
     dtypes = call.dtypes(back=True)
-    for k, stack in enumerate((result, *states)):
+    for k, stack in enumerate(_run(call, stacks, counts)):
         for (index, matrix), x in zip(own, stack.to(dtypes[k]), strict=True):
             found[index, k, matrix] = x.reshape(-1)
     return found
+
+
+def _run(call: OwnerCall, stacks: list[Tensor], counts: Tensor) -> list[Tensor]:
+    """The results of the matrices of a stack, which are computed in one product.
+
+    A processor gains nothing from that, and rounds a product of a batch in another way.
+    So there each is computed alone: its bits do not depend on the other matrices of its
+    owner.
+    """
+    if not stacks[0].is_cpu or torch.compiler.is_compiling():
+        result, states = call.run(stacks[0], tuple(stacks[1:]), counts)
+        return [result, *states]
+    alone = []
+    for one in zip(*(torch.split(x, 1) for x in (*stacks, counts)), strict=True):
+        result, states = call.run(one[0], one[1:-1], one[-1])
+        alone.append((result, *states))
+    return [torch.cat(results) for results in zip(*alone, strict=True)]
 
 
 def _joined(pieces: list[tuple[int, Tensor]], numel: int, empty: Tensor) -> Tensor:

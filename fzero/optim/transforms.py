@@ -140,6 +140,8 @@ def skip_if(skip: Tensor, transform: Transform) -> Transform:
         leaves, treespec = optree.tree_flatten(state)
         old = [param, *leaves]
         kept = [x.clone() for x in old]
+        if transform.calls_owners:  # decompositions of matrices that are not finite raise
+            grad.masked_fill_(skip, 0.0)
         _, *new = yield from transform.start(grad, param, state)
         chosen = [
             torch.where(skip, x, y)

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Generic, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, Self
 
 import optree
 import torch
@@ -47,6 +48,9 @@ from sharding.owners import (
     newton_schulz_flops,
 )
 from sharding.views import dtype_name, torch_dtype
+
+Apply = Callable[[Tensor, Tensor, Any], Tensor]
+"""(parameter, direction, rate) -> the new parameter, element by element."""
 
 
 class MatrixTransform(NamedTuple):
@@ -95,25 +99,37 @@ class EntriesSpec(TensorSpec):
 
     layout: FlatLayout = field(default_factory=lambda: FlatLayout((), (), 1))
 
+    @classmethod
+    def of(cls, param: TensorSpec, layout: FlatLayout, dtype: str) -> Self:
+        """The spec of a tensor that is divided and placed like the parameters."""
+        shape = (layout.partition.padded_numel,)
+        return cls(shape, dtype, param.spec, param.placement, param.multiple_of, layout)
+
 
 @dataclass(frozen=True, slots=True)
 class ComputeLayout:
     """Where the matrices of a flat buffer and their states are.
 
     Attributes:
-        matrices: in the order of the layout.
-        layouts: of the buffer, and of each tensor of the state.
-        buffers: the same, with owners; none for a shard without owners.
+        buffers: the flat buffer, and each tensor of the state, with owners.
         shapes: by tensor and matrix, the shape of its entries.
         treespec: the structure of the state.
     """
 
     matrix: MatrixTransform
-    matrices: tuple[Matrix, ...]
-    layouts: tuple[FlatLayout, ...]
     buffers: tuple[OwnedBuffer, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
     treespec: optree.PyTreeSpec
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """In the order of the flat buffer."""
+        return self.buffers[0].matrices
+
+    @property
+    def layouts(self) -> tuple[FlatLayout, ...]:
+        """Of each tensor of the state."""
+        return tuple(buffer.layout for buffer in self.buffers[1:])
 
     def init(self, param: Tensor, contents: ShardContents) -> list[Tensor]:
         """The state's tensors, as much of each as the flat tensor holds."""
@@ -122,7 +138,7 @@ class ComputeLayout:
             for matrix in self.matrices
         }
         found = []
-        for k, layout in enumerate(self.layouts[1:]):
+        for k, layout in enumerate(self.layouts):
             numel = layout.partition.shard_numel
             first, last = contents.ranks[0] * numel, (contents.ranks[-1] + 1) * numel
             flat = param.new_zeros(last - first)
@@ -144,15 +160,8 @@ class ComputeLayout:
             for spec in optree.tree_leaves(self.matrix.specs(TensorSpec((1, 1), param.dtype)))
         ]
         return [
-            EntriesSpec(
-                (layout.partition.padded_numel,),
-                dtype,
-                param.spec,
-                param.placement,
-                param.multiple_of,
-                layout,
-            )
-            for layout, dtype in zip(self.layouts[1:], dtypes, strict=True)
+            EntriesSpec.of(param, layout, dtype)
+            for layout, dtype in zip(self.layouts, dtypes, strict=True)
         ]
 
 
@@ -181,37 +190,45 @@ def compute_layout(
 ) -> ComputeLayout:
     """The compute layout of a flat buffer; without `owners` that of a single rank."""
     matrices = matrices_of(layout, parts=dict(parts))
-    specs = optree.tree_flatten(matrix.specs(TensorSpec((1, 1), "float32")))
+    treespec = optree.tree_structure(matrix.specs(TensorSpec((1, 1), "float32")))
     states = [
         [spec.shape for spec in optree.tree_leaves(matrix.specs(TensorSpec(each.shape, "float32")))]
         for each in matrices
     ]
-    layouts, entries = [layout], [matrices]
-    shapes = [tuple(each.shape for each in matrices)]
-    for k in range(len(specs[0])):
-        of_leaf = tuple(shapes_of[k] for shapes_of in states)
-        numbers: dict[str, int] = {}
-        lengths: dict[str, int] = {}
-        for each, shape in zip(matrices, of_leaf, strict=True):
-            numbers[each.name] = numbers.get(each.name, 0) + 1
-            lengths[each.name] = math.prod(shape)
-        layouts.append(
-            FlatLayout(
-                layout.names,
-                tuple((numbers.get(name, 0), lengths.get(name, 0)) for name in layout.names),
-                layout.world_size,
-                layout.multiple_of,
-            )
+    shapes = tuple(tuple(shapes_of[k] for shapes_of in states) for k in range(treespec.num_leaves))
+    buffers = owned_buffers(layout, matrices, shapes, owners, places, holds)
+    of_matrices = tuple(each.shape for each in matrices)
+    return ComputeLayout(matrix, buffers, (of_matrices, *shapes), treespec)
+
+
+@lru_cache(maxsize=4096)  # likewise
+def owned_buffers(
+    layout: FlatLayout,
+    matrices: tuple[Matrix, ...],
+    shapes: tuple[tuple[tuple[int, ...], ...], ...],
+    owners: tuple[int, ...] | None,
+    places: tuple[tuple[int, int], ...],
+    holds: Literal["shard", "full"],
+) -> tuple[OwnedBuffer, ...]:
+    """A flat buffer, and the flat tensors of its state, with the owners of the matrices;
+    without `owners` those of a single rank.
+
+    Args:
+        shapes: by tensor of the state and matrix, the shape of its entries.
+    """
+    how = (0,) * len(matrices) if owners is None else owners, places, holds
+    found = [OwnedBuffer(layout, matrices, *how)]
+    for of_leaf in shapes:
+        numbers = Counter(each.name for each in matrices)
+        lengths = {m.name: math.prod(shape) for m, shape in zip(matrices, of_leaf, strict=True)}
+        of_entries = FlatLayout(
+            layout.names,
+            tuple((numbers[name], lengths.get(name, 0)) for name in layout.names),
+            layout.world_size,
+            layout.multiple_of,
         )
-        entries.append(entries_of(layouts[-1], matrices))
-        shapes.append(of_leaf)
-    if owners is None:
-        owners = (0,) * len(matrices)
-    buffers = tuple(
-        OwnedBuffer(of_tensor, of_layout, owners, places, holds)
-        for of_tensor, of_layout in zip(layouts, entries, strict=True)
-    )
-    return ComputeLayout(matrix, matrices, tuple(layouts), buffers, tuple(shapes), specs[1])
+        found.append(OwnedBuffer(of_entries, entries_of(of_entries, matrices), *how))
+    return tuple(found)
 
 
 def owned_transform(
@@ -227,6 +244,7 @@ def owned_transform(
     send_dtype: torch.dtype | None = None,
     reply_dtype: torch.dtype | None = None,
     parts: Mapping[str, int] = {},
+    apply: Apply | None = None,
 ) -> Transform:
     """The transform of a flat tensor from that of its matrices.
 
@@ -242,6 +260,7 @@ def owned_transform(
         send_dtype, reply_dtype: the dtypes in which matrices are sent to owners, and
             results back; None is that of the gradient.
         parts: see `sharding.owners.matrices_of`.
+        apply: the new parameter; None subtracts `lr · scale · direction`.
 
     Raises:
         ValueError: a parameter is not a matrix, or cannot be cut into its parts.
@@ -254,7 +273,7 @@ def owned_transform(
         )
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    treespec, counts_updates = compute.treespec, len(compute.layouts) > 1
+    treespec, counts_updates = compute.treespec, bool(compute.layouts)
     lengths = {each.name: 1.0 if scale is None else scale(*each.shape) for each in compute.matrices}
 
     def init(param: Tensor) -> MatrixState[Tensor]:
@@ -292,8 +311,11 @@ def owned_transform(
         if weight_decay:
             param.mul_(1 - lr * weight_decay)
         for part in contents.parts:
-            length = lengths[layout.names[part.index]]
-            add_times(part.of(param), part.of(reply), -lr * length)
+            rate, old = lr * lengths[layout.names[part.index]], part.of(param)
+            if apply is None:
+                add_times(old, part.of(reply), -rate)
+            else:
+                old.copy_(apply(old, part.of(reply), rate))
         return grad, param, MatrixState(step, state.momentum, treespec.unflatten(new))
 
     update = calling(calls)
@@ -336,6 +358,7 @@ class MatrixOptimizer(ByContents):
     takes: Callable[[str, tuple[int, ...]], bool]
     others: Callable[[Any], Transform]
     work: Work
+    apply: Apply | None = None
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         return "matrix" if self.takes(name, tuple(shape)) else "other"
@@ -350,11 +373,13 @@ class MatrixOptimizer(ByContents):
             found = matrices_of(layout, parts=self._parts_of(layout), work=self.work)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
-        return Matrices(found, self.sends or "float32", "float32")
+        return Matrices(found, (self.sends or "float32",), "float32")
 
     def check(self, field: str) -> None:
         check_matrices(self.matrix, name=f"{field} ({self.name})")
         check_elementwise(self.others(1e-3), name=f"{field}.others")
+        if self.apply is not None:
+            _check_apply(self.apply, f"{field} ({self.name})")
 
     def __call__(self, lr: Any, contents: ShardContents | None = None, kind: str = "") -> Transform:
         if kind == "other":
@@ -371,6 +396,7 @@ class MatrixOptimizer(ByContents):
             scale=self.scale,
             send_dtype=None if self.sends is None else torch_dtype(self.sends),
             parts=self._parts_of(contents.layout),
+            apply=self.apply,
         )
 
     def _parts_of(self, layout: FlatLayout) -> dict[str, int]:
@@ -396,6 +422,7 @@ def matrix_transform(
     takes: Callable[[str, tuple[int, ...]], bool] = is_hidden_matrix,
     others: Callable[[Any], Transform] = adamw,
     work: Work = newton_schulz_flops,
+    apply: Apply | None = None,
 ) -> MatrixOptimizer:
     """An optimizer of whole matrices, for `make_train_step(…, transform=…)`.
 
@@ -418,6 +445,9 @@ def matrix_transform(
         others: a function of the learning rate that makes the elementwise transform of
             all other parameters.
         work: the work of a matrix of R rows and C columns, by which owners are chosen.
+        apply: (parameter, direction, lr · scale) -> the new parameter, element by
+            element, on shards: a weight decay of your own, say. None subtracts the
+            direction times `lr · scale`.
 
     >>> signs = MatrixTransform(lambda x: (), lambda x, s, n: (x.sign(), s), lambda spec: ())
     >>> optimizer = matrix_transform(signs, momentum=0.9)
@@ -426,8 +456,32 @@ def matrix_transform(
     """
     check_range(name, momentum=momentum or 0.0, weight_decay=weight_decay)
     return MatrixOptimizer(
-        matrix, name, momentum, nesterov, weight_decay, scale, sends, parts, takes, others, work
+        matrix,
+        name,
+        momentum,
+        nesterov,
+        weight_decay,
+        scale,
+        sends,
+        parts,
+        takes,
+        others,
+        work,
+        apply,
     )
+
+
+def _check_apply(apply: Apply, name: str) -> None:
+    """Raises a ValueError unless a tensor's new values are those of its halves."""
+    generator = torch.Generator().manual_seed(0)
+    param, direction = torch.randn(2, 8, generator=generator)
+    whole = apply(param.clone(), direction.clone(), 0.1)
+    halves = [apply(param[of], direction[of], 0.1) for of in (slice(0, 4), slice(4, 8))]
+    if whole.shape != param.shape or not torch.allclose(whole, torch.cat(halves)):
+        raise ValueError(
+            f"{name}: apply must return the new parameter element by element, and two halves of a "
+            f"tensor have other values than the tensor; compute what needs whole matrices in update"
+        )
 
 
 def check_matrices(matrix: MatrixTransform, *, name: str = "matrix") -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import optree
 
+from fzero.optim.whole_matrices import EntriesSpec
 from fzero.plans.flat_params import FlatParamPlan
 from sharding import TensorSpec
 
@@ -45,6 +46,13 @@ class StateLeaf(NamedTuple):
     """Whether it is the tensor that the optimizer updates: the master, or the
     parameters where there is none.
     """
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether it is divided like the buffer, so that it may live off the device:
+        also one that holds other entries of each parameter than its elements.
+        """
+        return self.is_long or isinstance(self.spec, EntriesSpec)
 
     @property
     def short(self) -> str:

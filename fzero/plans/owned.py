@@ -59,9 +59,10 @@ def with_exchanges(
     there, back = [0] * plan.world_size, [0] * plan.world_size
     for buffer in plan.flat_buffers:
         if buffer.matrices is not None:
-            for owned, dtype_there, dtype_back in exchanged(plan, buffer):
+            for owned, dtypes_there, dtype_back in exchanged(plan, buffer):
                 for rank in range(plan.world_size):
-                    there[rank] += size(owned.num_sent_there(rank), dtype_there, None)
+                    for dtype in dtypes_there:
+                        there[rank] += size(owned.num_sent_there(rank), dtype, None)
                     back[rank] += size(owned.num_sent_back(rank), dtype_back, None)
     most = max(range(plan.world_size), key=lambda rank: there[rank] + back[rank])
     axis = WORLD if is_several(plan.mesh) else plan.axes[0]
@@ -69,9 +70,11 @@ def with_exchanges(
     return sent | {axis: of_axis}
 
 
-def exchanged(plan: Plan, buffer: FlatParamPlan) -> Iterator[tuple[OwnedBuffer, str, str]]:
+def exchanged(
+    plan: Plan, buffer: FlatParamPlan
+) -> Iterator[tuple[OwnedBuffer, tuple[str, ...], str]]:
     """The tensors of a flat buffer that go to owners: the matrices themselves, and their
-    states; each with the dtypes in which it is sent there and back.
+    states; each with the dtypes of what is sent of that shape to owners, and back.
     """
     assert buffer.matrices is not None
     holds, matrices = buffer.flow.updates, buffer.matrices.matrices
@@ -84,7 +87,7 @@ def exchanged(plan: Plan, buffer: FlatParamPlan) -> Iterator[tuple[OwnedBuffer, 
     for spec in optree.tree_leaves(plan.optimizer[buffer.key]):
         if isinstance(spec, EntriesSpec):
             of_state = entries_of(spec.layout, matrices)
-            yield OwnedBuffer(spec.layout, of_state, *how), spec.dtype, spec.dtype
+            yield OwnedBuffer(spec.layout, of_state, *how), (spec.dtype,), spec.dtype
 
 
 def owner_lines(

@@ -160,10 +160,10 @@ def with_placements(
 
 
 def _may_live_elsewhere(leaf: StateLeaf) -> bool:
-    """Whether a tensor may live off the device: it is as long as its buffer, and holds
-    no full parameters or gradients.
+    """Whether a tensor may live off the device: it is divided like its buffer, and
+    holds no full parameters or gradients.
     """
-    return leaf.is_long and (
+    return leaf.is_divided and (
         leaf.quantity in ("master", "optimizer") or isinstance(leaf.spec.spec, Sharded)
     )
 

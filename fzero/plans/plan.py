@@ -236,7 +236,7 @@ class Plan:
         """The placements of parameters, gradients and all other tensors that may live
         off the device, by `quantity/key/leaf`.
         """
-        return {leaf.placed_as: leaf.spec.placement for leaf in self.long_leaves}
+        return {leaf.placed_as: leaf.spec.placement for leaf in self.divided_leaves}
 
     def leaves(self, buffer: FlatParamPlan) -> tuple[StateLeaf, ...]:
         """All tensors of the state of one flat buffer, with their names."""
@@ -245,10 +245,10 @@ class Plan:
         return leaves
 
     @property
-    def long_leaves(self) -> Iterator[StateLeaf]:
-        """All tensors that are as long as their flat buffer."""
+    def divided_leaves(self) -> Iterator[StateLeaf]:
+        """Tensors divided like their buffers."""
         return (
-            leaf for buffer in self.flat_buffers for leaf in self.leaves(buffer) if leaf.is_long
+            leaf for buffer in self.flat_buffers for leaf in self.leaves(buffer) if leaf.is_divided
         )
 
     @property
@@ -262,7 +262,7 @@ class Plan:
             "nvme": Counter(),
         }
         titles = {"params": "parameters", "grads": "gradients"}
-        for leaf in self.long_leaves:
+        for leaf in self.divided_leaves:
             title, nbytes = (
                 titles.get(leaf.quantity, leaf.quantity),
                 leaf.spec.local_nbytes(self.mesh),

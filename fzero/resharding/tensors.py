@@ -14,7 +14,6 @@ import optree
 from fzero.optim.fragments import grids_of
 from fzero.optim.matrix import AdafactorState
 from fzero.optim.whole_matrices import EntriesSpec
-from fzero.optim.whole_params import WholeState
 from fzero.plans.flat_params import ALIGNMENT
 from fzero.plans.leaves import StateLeaf
 from fzero.plans.plan import FlatParamPlan, Plan
@@ -161,17 +160,13 @@ class BufferTensors:
         return type(self.plan.optimizer[self.buffer.key]).__name__
 
     def _entries_layout(self, leaf: StateLeaf) -> FlatLayout:
-        """The layout of each parameter's entries in Adafactor's means over rows and
-        columns, or in a tensor of whole parameters' state, which are replicated."""
+        """The layout of each parameter's entries in a state of whole matrices or
+        parameters, or in Adafactor's means over rows and columns, which are replicated.
+        """
         buffer = self.buffer
         if isinstance(leaf.spec, EntriesSpec):
             own = leaf.spec.layout
             return FlatLayout(own.names, own.shapes, self.plan.world_size, multiple_of=ALIGNMENT)
-        if isinstance(self.plan.optimizer[buffer.key], WholeState):
-            (name,) = (
-                name for name in buffer.layout.names if leaf.path.startswith(f".tensors[{name!r}]")
-            )
-            return FlatLayout((name,), (leaf.spec.shape,), self.plan.world_size)
         if not isinstance(self.plan.optimizer[buffer.key], AdafactorState):
             raise ValueError(
                 f"plan_reshard: the optimizer state of {buffer.key!r} must have tensors with an "

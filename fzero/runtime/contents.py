@@ -31,8 +31,7 @@ def contents_of(
     """
     contents = optim.ShardContents.whole(buffer.layout)
     if buffer.flow.updates == "shard":
-        stack, join = partial(_stack, mesh), partial(_join, mesh)
-        contents = optim.ShardContents(buffer.layout, (shard,), stack=stack, join=join)
+        contents = optim.ShardContents(buffer.layout, (shard,), stack=partial(_stack, mesh))
     if buffer.key not in plan.owners:
         return contents
     return replace(
@@ -47,11 +46,6 @@ def contents_of(
 def _stack(mesh: AxisMesh[Any] | None, partial_1K: Tensor) -> Tensor:
     assert mesh is not None, NO_RANKS
     return mesh.stack(partial_1K[0], label=Label("optimizer", phase="update"))
-
-
-def _join(mesh: AxisMesh[Any] | None, shard_S: Tensor) -> Tensor:
-    assert mesh is not None, NO_RANKS
-    return mesh.all_gather(shard_S, mesh.axes, label=Label("optimizer", phase="update"))
 
 
 def _exchange(

@@ -101,12 +101,14 @@ def pinned_nbytes(nbytes: int) -> int:
 
 def updated_specs(buffer: FlatParamPlan, plan: Plan) -> Iterator[TensorSpec]:
     """The specs of the tensors of an update: the updated tensor, the gradient, and the
-    optimizer's long tensors.
+    optimizer's tensors that are divided like it.
     """
     yield buffer.master if buffer.has_master else buffer.params
     yield buffer.grads
     yield from (
-        leaf.spec for leaf in plan.leaves(buffer) if leaf.is_long and leaf.quantity == "optimizer"
+        leaf.spec
+        for leaf in plan.leaves(buffer)
+        if leaf.is_divided and leaf.quantity == "optimizer"
     )
 
 

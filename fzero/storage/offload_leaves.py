@@ -1,7 +1,7 @@
 """`Leaves`: the flat tensors that one rank holds of a flat buffer, by name, with the
 memory where each of them lives.
 
-An optimizer state is a tree. Its *long* tensors are as long as the parameters. They
+An optimizer state is a tree. Its *long* tensors are divided like the parameters. They
 live where the plan places them, and are replaced by name (`with_long`).
 """
 
@@ -66,18 +66,20 @@ def leaves_of(plan: Plan, buffer: FlatParamPlan) -> Leaves:
             leaf.spec.placement, leaf.spec.dtype, leaf.spec.local_shape(plan.mesh)[0]
         )
         for leaf in leaves
-        if leaf.is_long
+        if leaf.is_divided
     }
     names = {leaf.quantity: leaf.stream_name for leaf in leaves}
     of_state = tuple(
-        leaf.stream_name if leaf.is_long else "" for leaf in leaves if leaf.quantity == "optimizer"
+        leaf.stream_name if leaf.is_divided else ""
+        for leaf in leaves
+        if leaf.quantity == "optimizer"
     )
     numel = buffer.flow.updated_numel if buffer.trainable else 0
     return Leaves(buffer.key, of_state, names["params"], names.get("grads", ""), numel, homes)
 
 
 def long_tensors(state: Any, leaves: Leaves) -> list[StoredTensor]:
-    """The tensors of an optimizer state that are as long as the parameters."""
+    """The tensors of an optimizer state that are divided like the parameters."""
     return [x for x, name in zip(optree.tree_leaves(state), leaves.of_state, strict=True) if name]
 
 

@@ -301,6 +301,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sums": {"keys": {"gradient_clipping": 0.0, "prescale_gradients": True}},
     "no clipping": {"keys": {"gradient_clipping": 0.0}},
     "LAMB": {"keys": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}},
+    "Muon": {"keys": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}},
+    "SOAP": {"options": {"transform": fzero.optim.soap(frequency=2)}},
     "parameter groups": {
         "options": {"param_groups": [{"params": r"norm|bias", "weight_decay": 0.0, "lr": 1e-3}]}
     },
@@ -311,6 +313,12 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"interval": 2, "made": layers_out_of_place},
     "one data rank": {"num_data": 1},
 }
+
+
+def test_owners_of_matrices_are_ranks_of_their_stage() -> None:
+    plan = Case(num_data=3, **CASES["SOAP"]).step().plan
+    owners = [owner for of_buffer in plan.owners.values() for owner in of_buffer]
+    assert {*owners} == {0, 1, 2} and plan.mesh.size == 3
 
 
 @pytest.mark.long
@@ -380,6 +388,7 @@ REAL = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case",
     REAL,
