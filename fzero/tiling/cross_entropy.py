@@ -23,7 +23,8 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from fzero.common.arguments import check_whole
 from fzero.tiling.shapes import check_divides
@@ -202,9 +203,8 @@ def _check_forward_mode() -> None:
     """PyTorch switches forward mode off inside the `jvp` of an `autograd.Function`, and
     a derivative of it would be zero.
     """
-    stack = get_interpreter_stack() or ()
-    forward = TransformType.Jvp
-    if sum(level.key() == forward for level in stack) > 1:
+    levels = retrieve_all_functorch_interpreters()
+    if sum(level.key() == TransformType.Jvp for level in levels) > 1:
         _refuse(
             "may be differentiated once in forward mode, outside of reverse mode",
             "two torch.func.jvp (or jacfwd) around it",

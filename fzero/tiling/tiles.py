@@ -27,6 +27,7 @@ from weakref import ref
 import optree
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType, get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -39,7 +40,6 @@ from fzero.model.own_params import FetchedParameters, is_bound, with_present
 from fzero.tiling.shapes import check_divides
 
 Again = Callable[[], AbstractContextManager[None]]
-_functorch = torch._C._functorch
 
 
 def tiled(fn: Callable[..., Tensor], shards: int, dim: int = 1) -> Tiled:
@@ -311,7 +311,7 @@ class _Noting(_Mode):
         """See `_Mode`. Without gradients an operator belongs to an `autograd.Function`,
         whose own arguments count.
         """
-        needed = x.requires_grad or _functorch.is_functorch_wrapped_tensor(x)
+        needed = x.requires_grad or is_functorch_wrapped_tensor(x)
         if needed and torch.is_grad_enabled():
             self.captured.setdefault(key, x)
         return x
@@ -614,8 +614,8 @@ def _add(sums: dict[int, Tensor], place: int, part: Tensor) -> None:
 def _levels(x: Tensor) -> list[Tensor]:
     """A tensor, and those that it wraps for transforms of torch.func."""
     found = [x]
-    while _functorch.is_functorch_wrapped_tensor(found[-1]):
-        found.append(_functorch.get_unwrapped(found[-1]))
+    while is_functorch_wrapped_tensor(found[-1]):
+        found.append(get_unwrapped(found[-1]))
     return found
 
 
@@ -625,8 +625,7 @@ def _is_derived_again(tensors: Sequence[Tensor]) -> bool:
     """
     if not torch._C._are_functorch_transforms_active():
         return True
-    transform = _functorch.TransformType
     levels = retrieve_all_functorch_interpreters()
-    if sum(level.key() in (transform.Grad, transform.Jvp) for level in levels) > 1:
+    if sum(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) > 1:
         return True
     return any(_levels(x)[-1].requires_grad for x in tensors)
