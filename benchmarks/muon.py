@@ -1,9 +1,9 @@
 """What does whole matrices' work cost? Updates and steps with Muon, on one rank and two.
 
     python benchmarks/muon.py
-        a GPT of 57M, a few minutes alone on two cores
-    python benchmarks/muon.py --size small --rounds 1
-        does it run?
+        a GPT of 2.7M, some minutes alone on two cores
+    python benchmarks/muon.py --size large --rounds 1 --steps-per-round 1
+        57M; without instructions for bfloat16 an update takes minutes there
 
 Two ranks with one thread each. The contenders are alive together and take turns in
 rounds, so that another load on the machine hits all alike; the best round counts. The
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, SIZES, Size, make_batch
+from gpt import GPT, SIZES as OF_PEERS, Size, make_batch
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -43,6 +43,7 @@ from fzero.common import print_report
 Run = Callable[[int], float]
 """The number of a step -> its seconds."""
 LR = 1e-3
+SIZES = {"tiny": Size(width=192, num_blocks=6, num_heads=6, context=128, num_rows=2)} | OF_PEERS
 SHORT = {"one rank": 1, "update": 2, "stage 0": 2, "stage 2": 2, "DDP": 2, "FSDP2": 2}
 """The contenders, and their ranks."""
 
@@ -200,7 +201,7 @@ def run_rank(name: str, size: str, rank: int, folder: Path, pipe: Connection) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="large")
+    parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--contenders", default=",".join(SHORT), help="some of %(default)s")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps-per-round", type=int, default=3)
@@ -223,7 +224,7 @@ def main() -> None:
                 assert pipe.recv() == "ready"
         for round_ in range(options.rounds + 1):
             for name, job in jobs.items():
-                num_steps = options.steps_per_round if round_ else 2
+                num_steps = options.steps_per_round if round_ else 1
                 for _, pipe in job:
                     pipe.send(num_steps)
                 of_ranks = [pipe.recv() for _, pipe in job]
