@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from fzero.deepspeed.engine.engine import Engine as Engine
     from fzero.deepspeed.engine.initialize import initialize as initialize
+    from fzero.digests.replaying import ReplayError as ReplayError, replay as replay
     from fzero.generation.gathered_model import generating as generating
     from fzero.graph.schedule import CompileError as CompileError
     from fzero.launch.notebook import notebook_launch as notebook_launch
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from fzero.state import Metrics as Metrics, TrainState as TrainState
     from fzero.step import TrainStep as TrainStep, make_train_step as make_train_step
     from fzero.storage.file_tensor import StoreError as StoreError
+    from fzero.tiling.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from fzero.tiling.tiles import tiled as tiled
+    from fzero.tiling.transforms import tiled_head as tiled_head, tiled_mlp as tiled_mlp
     from fzero.verbs import (
         gather as gather,
         optimizer_update as optimizer_update,
@@ -68,6 +72,7 @@ else:
             "config.config": "Config ConfigError ConfigWarning",
             "deepspeed.engine.engine": "Engine",
             "deepspeed.engine.initialize": "initialize",
+            "digests.replaying": "ReplayError replay",
             "generation.gathered_model": "generating",
             "graph.schedule": "CompileError",
             "launch.notebook": "notebook_launch",
@@ -85,10 +90,13 @@ else:
             "state": "Metrics TrainState",
             "step": "TrainStep make_train_step",
             "storage.file_tensor": "StoreError",
+            "tiling.cross_entropy": "linear_cross_entropy",
+            "tiling.tiles": "tiled",
+            "tiling.transforms": "tiled_head tiled_mlp",
             "verbs": "gather optimizer_update reduce_scatter_grads shard specs_of",
-            "": "checkpoint comms common config deepspeed engine estimation generation graph "
+            "": "checkpoint comms common config deepspeed digests engine estimation generation graph "
             "integrations launch optim "
-            "plans profiling resharding runtime simulation state step storage testing tuning verbs",
+            "plans profiling resharding runtime simulation state step storage testing tiling tuning verbs",
         },
     )
 

@@ -170,7 +170,11 @@ class Placement:
         return self.kind == "device" or (self.kind == "host" and device == "cpu")
 
     def put(self, x: Any, *, may_pin: bool = False) -> Any:
-        """A copy of a torch.Tensor in this memory of the host.
+        """A copy of a torch.Tensor in this memory of the host; not called where
+        `is_here` is true.
+
+        It may not be a view of a larger tensor: views count their changes together, so
+        a write to another view would look like a change of the parameters.
 
         Args:
             may_pin: whether there is a card, and a step copies the tensor to or from

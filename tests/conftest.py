@@ -53,6 +53,7 @@ BUDGETS = {
     "data": 200,
     "deepspeed_layer": 600,
     "cli": 60,
+    "digests": 60,
     "docs": 600,
     "estimation": 300,
     "examples": 450,
@@ -69,6 +70,7 @@ BUDGETS = {
     "step": 400,
     "storage": 260,
     "testing": 900,
+    "tiling": 200,
     "transforms": 200,
     "tuning": 120,
 }

@@ -151,6 +151,13 @@ def check_kind(field: str, value: object, kinds: Any, rule: str, fix: str) -> No
         refuse(field, rule, value, fix)
 
 
+def passed_on(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor, from its `locals()`, for a base class that has
+    the same names.
+    """
+    return {name: value for name, value in given.items() if name not in ("self", "__class__")}
+
+
 def check_no_inference(what: str) -> None:
     """Raises inside torch.inference_mode(), whose tensors cannot be trained afterwards."""
     if torch.is_inference_mode_enabled():

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from sharding import DATA, Partial, Replicated, Sharded, Spec
 
 Stage = int | str
-"""The name of a row: the number of a stage of ZeRO, or a word."""
+"""A row's name: the number of a stage of ZeRO, or text ("2.5")."""
 
 
 class StageSpecs(NamedTuple):

@@ -18,7 +18,8 @@ def _stage(value: object) -> object:
         return value
     given = int(value) if isinstance(value, str) and value.isdigit() else number(value)
     if given not in [*STAGES]:  # a list may be compared with anything
-        raise ValueError("must be 0, 1, 2 or 3")
+        own = ", ".join(repr(name) for name in STAGES if isinstance(name, str))
+        raise ValueError(f"must be 0, 1, 2 or 3, or fzero's own {own}")
     return given
 
 

@@ -39,7 +39,7 @@ from fzero.config.config import Config
 from fzero.estimation.ledger import Device
 from fzero.model.binding import bound
 from fzero.model.changes import attributes_kept, replaced_forwards
-from fzero.model.transforms import AllChanges
+from fzero.model.transforms import AllChanges, Call
 from fzero.plans.machine_model import MachineModel, OperatorKind
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
@@ -306,8 +306,8 @@ def trace_activations(
         on_host: whether their inputs are kept in host memory; None follows
             `cpu_checkpointing`.
         device: where the model is; on the CPU inputs are in host memory already.
-        changes: the changes of transforms, whose views give modules other values than
-            the parameters.
+        changes: the changes of transforms: views, which give modules other values than
+            the parameters, and other forwards.
 
     Raises:
         ValueError: the model cannot run on this batch, needs the values of tensors, or
@@ -342,6 +342,7 @@ def trace_activations(
             _with_fix(model),
             attributes_kept(model),
             bound(model, layout.aliases, recorder.fetch, buffers),
+            nullcontext() if changes is None else changes.bound(model, _call),
             _checkpointed(model, chosen, alive.moves if on_host and device == "cuda" else None),
             saved_tensors_hooks(recorder.pack, recorder.unpack),
             _sizes_of_modules(model) as sizes,
@@ -354,6 +355,20 @@ def trace_activations(
             loss.backward()  # type: ignore[no-untyped-call]
     alive.mark("boundary")  # ends the last event
     return ActivationTrace(alive.most, alive.flops, tuple(alive.events), sizes)
+
+
+def _call() -> Call:
+    """The first forward of one rank. As in a graph blocks are not compiled one by one;
+    checkpoints are those of `_checkpointed`.
+    """
+    return Call(
+        num_updates=lambda: 0,
+        micro=lambda: 0,
+        rank=0,
+        num_micro=1,
+        device=torch.device("cpu"),
+        in_graph=True,
+    )
 
 
 @contextmanager

@@ -104,13 +104,15 @@ def _check_all_used(given: GivenPlacements, names: Sequence[str]) -> None:
         next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
         for name in names
     }
+    one_of_each = {name.partition("/")[0]: name for name in reversed(names)}
+    examples = ", ".join(sorted(one_of_each.values()))
     for pattern in patterns:
         if pattern not in used:
             raise ConfigError(
                 f"placements: {pattern!r} must be the first pattern to match some tensor, and is "
                 f"not. Tensors with a placement are masters and optimizer state, in stages 2 and 3 "
                 f"shards of gradients, in stage 3 shards of parameters; names look like "
-                f"{', '.join(names[:3]) or 'none, because there are no such tensors'}"
+                f"{examples or 'none, because there are no such tensors'}"
             )
 
 

@@ -47,7 +47,7 @@ class UnitRule:
         gathered_numel: padded elements that its gather allocates; 0 where every rank
             holds it in full.
         num_staged: the number of flat buffers whose shard is read from a file, and
-            keeps its host buffer while the unit is in use.
+            keeps its host buffer until the unit is released; 0 on several shards.
         grads: its trained flat buffers.
         remembers: whether the comm hooks of its reductions have a state.
     """

@@ -252,7 +252,7 @@ class UnitScheduler:
         return tuple(out)
 
     def finish(self) -> tuple[Event, ...]:
-        """The run is over: reductions are waited for, and all units released."""
+        """Ends a backward: reductions are waited for, and all units released."""
         assert not self._filling, self._filling
         out: list[Event] = []
         while self._in_flight:

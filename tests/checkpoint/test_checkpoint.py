@@ -672,6 +672,7 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(cfg)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("way", ["step", "checkpoint"])
 def test_from_pretrained_loads_what_is_exported_and_fzero_loads_it_again(

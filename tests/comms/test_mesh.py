@@ -113,6 +113,7 @@ def sent_in_codes(mesh: AxisMesh[Any], full: Tensor) -> Any:
     return shard, total, states
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("plan", DIVISIONS.values(), ids=DIVISIONS)
 @pytest.mark.parametrize("function", [gathered, reduced, reduced_late, added_up, sent_in_codes])
 def test_stacked_ranks_get_the_bits_of_ranks_in_lockstep(plan: Any, function: Any) -> None:

@@ -467,6 +467,7 @@ def test_a_tensor_that_is_equal_on_all_stacked_ranks_is_the_summand_of_each() ->
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("primitive", PRIMITIVES)
 @pytest.mark.parametrize("name", ["node", "data"])
 def test_a_primitive_runs_along_one_axis_of_a_mesh(primitive: str, name: str) -> None:
@@ -579,6 +580,7 @@ def test_a_primitive_and_its_transpose_send_what_their_abstract_forms_say(
     assert all(all(map(all, found)) for found in ranks(world_size, _records_of_a_rank))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize("primitive", primitives.PRIMITIVES)
 def test_a_plan_evaluates_shapes_alone_and_its_graph_holds_the_collective(

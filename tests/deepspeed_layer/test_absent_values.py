@@ -208,6 +208,7 @@ def _reads(kind: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["engine", "zero.Init"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_a_rank_does_not_have_is_never_read_in_silence(

@@ -67,6 +67,7 @@ def _held(stage: int, keys: dict[str, Any]) -> Any:
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", range(4))
 def test_frozen_parameters_have_no_gradients_master_or_moments_and_are_divided_in_stage_3(

@@ -102,17 +102,9 @@ class DeepSpeed:
         return answers
 
     def written(self, job: Job) -> dict[str, Any]:
-        """What DeepSpeed reported of a job; its checkpoint is in `path(job)`. Jobs of
-        one size run together.
-        """
+        """What DeepSpeed reported of a job; its checkpoint is in `path(job)`."""
         if job not in self._written:
-            jobs = (
-                [other for other in JOBS if other.world_size == job.world_size]
-                if job in JOBS
-                else [job]
-            )
-            reported = self.run(job.world_size, [request_of(job, self.path(job)) for job in jobs])
-            self._written |= dict(zip(jobs, reported, strict=True))
+            (self._written[job],) = self.run(job.world_size, [request_of(job, self.path(job))])
         return self._written[job]
 
     def path(self, job: Job) -> Path:

@@ -293,6 +293,11 @@ def test_the_configuration_answers_as_deepspeeds_does(
     assert compared > 100
 
 
+def test_a_name_that_deepspeed_has_not_is_no_attribute() -> None:
+    found = DeepSpeedConfig({"train_batch_size": 1})
+    assert hasattr(found, "eigenvalue_tol") and not hasattr(found, "eigenvalue_steps")
+
+
 def test_the_engine_has_its_configuration_under_deepspeeds_name() -> None:
     given = settings(2, train_batch_size=12) | {
         "zero_optimization": {"stage": 2, "round_robin_gradients": True}

@@ -69,6 +69,7 @@ def assert_same(runs: list[list[Any]]) -> None:
             assert other_loss != other_loss or other_loss == loss
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_backward_of_the_script_has_the_bits_of_the_engines(ranks: RankPool, stage: int) -> None:
     ways = ["engine", "loss", "scaled", "autograd"]
@@ -147,6 +148,7 @@ def _runs_script(stage: int, script: str) -> dict[str, Tensor]:
     return engine.module_state_dict()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("script", ["one loss", "two losses", "retained", "inputs"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_any_order_of_forwards_and_backwards_trains_as_a_plain_loop(
@@ -298,6 +300,7 @@ def _unmanaged(stage: int, direct: bool) -> Any:
     return norms, engine.module_state_dict(), 0.0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_without_managed_accumulation_every_step_updates(ranks: RankPool, stage: int) -> None:
     # divided by gradient_accumulation_steps, as in DeepSpeed

@@ -258,6 +258,28 @@ def test_compilers_of_pytorch_get_the_engines_forward_or_are_refused_by_name(
     ranks(1, _compiles, stage)
 
 
+def test_parameters_that_are_gathered_twice_stay_gathered() -> None:
+    engine = made(3)
+    x, _ = mine(engine, data(0))
+    with engine.gathered():
+        alone = engine.module(x)["logits"]
+        with engine.gathered(["head.bias"]) as inner:
+            assert {*inner} == {"head.bias"} and torch.equal(engine.module(x)["logits"], alone)
+    assert engine.open_window is None  # no forward of the engine
+
+
+def test_an_engine_whose_state_was_away_when_it_should_gather_trains_on() -> None:
+    engine = made(1)
+    engine.offload_states()
+    with pytest.raises(RuntimeError, match="its state is offloaded"), engine.gathered():
+        pass
+    engine.reload_states()
+    x, y = mine(engine, data(0))
+    engine.backward(criterion(engine(x), y))
+    engine.step()
+    assert engine.was_step_applied()
+
+
 def _loads() -> None:
     engine = made(3)
     weights = engine.module_state_dict()

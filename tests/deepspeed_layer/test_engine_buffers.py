@@ -203,6 +203,7 @@ def test_so_it_is_on_two_ranks(ranks: RankPool, how: str) -> None:
     _check(how, ranks(2, _table, how, (0, 3))[0], 2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "value",
     [torch.ones(4), torch.ones(3, dtype=torch.double), None],
@@ -220,6 +221,17 @@ def test_a_buffer_of_another_form_is_refused_by_name(
     engine.module.table.scale = value
     with pytest.raises(ValueError, match=r"buffer 'table\.scale': must (keep|remain)"):
         getattr(engine, call)(*arguments)
+
+
+def test_a_loaded_buffer_must_have_its_own_shape() -> None:
+    engine: Any = fzero.initialize(model=Net(), config={"optimizer": {"type": "SGD"}})[0]
+    wrong = {"norm.running_mean": torch.ones(1)}
+    with pytest.raises(
+        ValueError, match=r"buffer 'norm.running_mean': must be given a value of its own shape"
+    ):
+        engine.load_module_state_dict(wrong, strict=False)
+    engine.load_module_state_dict({"table.calls": torch.tensor([3])}, strict=False)
+    assert engine.module.table.calls.shape == () and engine.module.table.calls == 3
 
 
 def test_statistics_of_forwards_without_gradients_are_saved(tmp_path: Any) -> None:

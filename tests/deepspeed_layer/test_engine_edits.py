@@ -231,6 +231,7 @@ def test_gradients_that_a_script_changes_in_stage_0_are_those_of_the_update(
         )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("edit", GRADS)
 def test_gradients_that_two_ranks_change_in_stage_0_are_those_of_the_update(
     ranks: RankPool, edit: str

@@ -76,6 +76,7 @@ def _adversaries(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return engine_g.module_state_dict(), engine_j.module_state_dict()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_loss_through_another_engine_trains_its_own_alone(ranks: RankPool, stage: int) -> None:
     generator, judge = make(_generator), make(Judge)
@@ -380,6 +381,7 @@ def test_in_stage_3_a_weight_outside_of_the_forward_is_refused_with_the_remedy_a
         )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", INSIDE)
 def test_parts_that_the_forward_runs_by_name_train_as_in_a_plain_loop(

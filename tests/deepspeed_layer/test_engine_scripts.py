@@ -188,6 +188,18 @@ def test_groups_of_parameters_go_with_the_configurations_optimizer() -> None:
     assert_close(engine.module_state_dict(), expected)
 
 
+def test_groups_may_be_of_named_parameters_and_an_optimizer_may_have_none() -> None:
+    model = make(Net)
+    groups = [{"params": model.named_parameters(), "lr": 0.5}]
+    engine, seen, *_ = fzero.initialize(model=model, model_parameters=groups, config=settings(0))
+    assert engine.get_lr() == [0.5] and seen.param_groups[0]["params"] == [*model.parameters()]
+    cfg, none = settings(0), torch.optim.AdamW([{"params": []}], lr=0.5)
+    del cfg["optimizer"]
+    with pytest.warns(ConfigWarning, match="optimizer: does not hold"):
+        engine = fzero.initialize(model=make(Net), optimizer=none, config=cfg)[0]
+    assert engine.get_lr() == [0.5]
+
+
 def _adamw_of(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     model = make(Net)
     names = [name for name, _ in model.named_parameters()]
@@ -234,6 +246,14 @@ def _unknown_key(model: nn.Module) -> dict[str, Any]:
     return {"model_parameters": [{"params": list(model.parameters()), "momentun": 0.9}]}
 
 
+def _without_params(model: nn.Module) -> dict[str, Any]:
+    return {"model_parameters": [{"lr": 0.1}]}
+
+
+def _numbers(model: nn.Module) -> dict[str, Any]:
+    return {"model_parameters": [1, 2]}
+
+
 def _twice(model: nn.Module) -> dict[str, Any]:
     return {"config_params": settings(0)}
 
@@ -263,6 +283,8 @@ WRONG = {
     _not_new: "optimizer: must be new, got a Adam that has made steps",
     _not_elementwise: "LBFGS",
     _unknown_key: r"model_parameters\[0\].momentun",
+    _without_params: "model_parameters: must be groups with the key 'params', got",
+    _numbers: "model_parameters: must be parameters of the model, got 1",
     _twice: "config: must be given once",
     _mpu: "mpu: must have no model parallelism",
     _iterable: "training_data: must be a dataset with a length",

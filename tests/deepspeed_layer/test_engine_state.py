@@ -84,6 +84,7 @@ def _resumes(stage: int, folder: Path, **keys: Any) -> tuple[list[float], dict[s
 BF16 = {"bf16": {"enabled": True, "auto_cast": True}, "data_types": {"buffer_dtype": "bf16"}}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keys", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_script_that_loads_goes_on_bit_for_bit(
@@ -212,6 +213,7 @@ def _looks(stage: int) -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_single_parameters_can_be_read_and_written(ranks: RankPool, stage: int) -> None:
     module = make(Net)
@@ -325,6 +327,7 @@ def _transforms(stage: int) -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_transforms_of_torch_func_go_through_the_module_in_every_stage(
     ranks: RankPool, stage: int

@@ -79,6 +79,7 @@ def _step(engine: Any) -> None:
     engine.step()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("stage", "bf16"), WRAPPED)
 @pytest.mark.parametrize("client", [None, torch.optim.AdamW])
 def test_the_optimizer_is_of_deepspeeds_classes_in_each_stage(
@@ -100,6 +101,7 @@ def test_the_optimizer_is_of_deepspeeds_classes_in_each_stage(
     assert optimizer is None or not depth or found is optimizer
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "params", "offloads", "kind"), CONFIGURED)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_configured_optimizer_is_of_the_class_that_deepspeed_makes(

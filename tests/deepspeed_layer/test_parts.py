@@ -317,6 +317,7 @@ def _scales(stage: float, how: str) -> list[float]:
     return norms
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["bf16", "fp16", "fp16 direct"])
 @pytest.mark.parametrize("stage", range(3))
 def test_their_gradients_have_the_loss_scale_of_all_others(

@@ -229,6 +229,7 @@ def batch_of(length: int, *, padding: int = 0) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make", [bert, roberta])
 @pytest.mark.parametrize(
     "config", [DenseSparsityConfig(HEADS, BLOCK), BSLongformerSparsityConfig(HEADS, BLOCK)]

@@ -36,6 +36,7 @@ class WithBias(nn.Linear):
         return nn.functional.linear(input, self.weight), self.bias
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
 def test_tiles_of_a_layer_compute_what_it_computes(

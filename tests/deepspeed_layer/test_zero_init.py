@@ -167,6 +167,7 @@ def _trained(divides: bool, stage: int, offload: str | None, folder: str | None)
     return losses_of_steps(engine), engine.module_state_dict()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stage", "offload"), [(0, None), (2, None), (3, None), (3, "cpu"), (3, "nvme")]
 )

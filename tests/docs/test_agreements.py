@@ -8,7 +8,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from pages import ROOT
+from test_rooms import ROOT, files, tree_of
 
 PAGE = (ROOT / "docs" / "concepts" / "agreements.md").read_text()
 MEETS = {"store_barrier"}
@@ -37,11 +37,12 @@ def callers(node: ast.AST, names: set[str], within: str = "") -> Iterator[str]:
 
 
 def of_code(names: set[str]) -> set[str]:
-    files = sorted((ROOT / "fzero").rglob("*.py"))
+    lasts = {name.rpartition(".")[2] for name in names}
     return {
         f"{path.relative_to(ROOT / 'fzero')}: {function}"
-        for path in files
-        for function in callers(ast.parse(path.read_text()), names)
+        for path in files("fzero")
+        if any(last in path.read_text() for last in lasts)
+        for function in callers(tree_of(path), names)
     }
 
 

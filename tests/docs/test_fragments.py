@@ -135,7 +135,7 @@ def stacked() -> Names:
 
 
 SETUPS: dict[str, Callable[[], Names]] = {
-    "grads, loss = grad_and_value": by_hand,
+    "# move: gather, then shard": by_hand,
     "window = step.begin": in_parts,
     "ranks = fzero.comms.Stacked": stacked,
     "ema = ": lambda: (

@@ -20,6 +20,7 @@ import deepspeed_estimates
 import optree
 import pytest
 import torch
+from alive import most_alive
 from hypothesis import given, strategies as st
 from schedules import recorded
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ import fzero
 from fzero.common.flops import counter
 from fzero.deepspeed import estimators as estimates
 from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
-from fzero.estimation.activation_trace import ActivationCounter, OperatorCost, trace_activations
+from fzero.estimation.activation_trace import OperatorCost, trace_activations
 from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_run import dry_run
 from fzero.estimation.fitting import Limits
@@ -109,6 +110,7 @@ class Even(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_ranks", [1, 4, 64, 1024])
 @pytest.mark.parametrize("stage", range(4))
 def test_bytes_from_the_layouts_are_the_formulas_where_nothing_is_padded(
@@ -330,6 +332,7 @@ def test_planned_pools_of_host_memory_are_those_that_a_step_with_files_makes(
             files.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lamb"])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_pinned_tensors_are_planned_as_large_as_pytorch_makes_them(
@@ -373,6 +376,7 @@ class Tied(nn.Module):
         )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("every", [None, 1, 2])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", [Uneven, Tied])
@@ -426,6 +430,7 @@ def test_a_dry_run_executes_the_events_of_a_running_step(
     assert bool(peak) == (stage == 3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "cfg", [{}, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}, FP16]
 )
@@ -558,6 +563,7 @@ def test_a_step_takes_the_time_of_its_own_python_where_operators_take_some() -> 
     assert timeline.seconds == pytest.approx(expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_micro_steps", [1, 2])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_only_gradients_and_new_parameters_cross_where_the_processor_updates(
@@ -582,19 +588,6 @@ def test_only_gradients_and_new_parameters_cross_where_the_processor_updates(
 
 
 # --- activations ----------------------------------------------------------------------------------
-
-
-def most_alive(model: nn.Module, cfg: dict[str, Any], batch: Any) -> int:
-    """Bytes that an eager step on real tensors makes besides the state, counted by the
-    same rule.
-    """
-    step = fzero.make_train_step(model, cfg)
-    state, _ = step(step.init(), batch)  # which takes what later steps keep
-    alive = ActivationCounter()
-    alive.ignore(x for x in optree.tree_leaves((state, batch)) if isinstance(x, Tensor))
-    with alive:
-        step(state, batch)
-    return alive.most
 
 
 class Wide(Uneven):

@@ -66,7 +66,7 @@ def test_a_step_composed_by_hand_is_the_plain_one_on_real_and_on_stacked_ranks(
 def test_a_step_composed_by_hand_is_one_graph_on_real_and_on_stacked_ranks(
     ranks: RankPool, stages: tuple[int, ...]
 ) -> None:
-    for own in ranks(2, curves, stages, 2, None, "aot_eager"):
+    for own in ranks(2, curves, stages, 2, None, "eager"):
         assert_equal(own)
     assert_equal(curves(stages, 2, 2, "aot_eager"))
 

@@ -5,17 +5,16 @@ or in a file.
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 from rich.console import Group
 from rich.table import Table
+from test_rooms import ROOT, files, nodes_of
 from torch import nn
 
 import fzero
 from fzero.common.text_tables import CUT, as_text, print_report
 
-ROOT = Path(__file__).parents[2]
 COLUMNS = [f"stage {index}, bytes sent" for index in range(9)]
 FIGURES = [f"{17**index:,}" for index in range(6, 15)]
 
@@ -60,12 +59,10 @@ def test_tables_are_printed_through_one_door() -> None:
     """`Console.print` cuts a table to the width that it believes in, which is 80
     columns in a pipe.
     """
-    for path in (
-        p for folder in ("benchmarks", "examples", "fzero") for p in (ROOT / folder).rglob("*.py")
-    ):
+    for path in files("benchmarks", "examples", "fzero"):
         if path == ROOT / "fzero" / "common" / "text_tables.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)

@@ -330,6 +330,7 @@ def test_fuse_lora_is_pure_and_refuses_a_shared_matrix() -> None:
         fuse_lora(model, params)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"use_rslora": True}])
 def test_adapters_of_peft_are_merged_and_stay_as_they_are(kind: dict[str, Any], stage: int) -> None:

@@ -51,6 +51,7 @@ def _loop(stage: int, pinned: bool, generates: bool) -> Any:
     return tokens, expected, engine.module_state_dict()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_module_generates_a_plain_models_tokens_and_training_does_not_notice(
@@ -100,6 +101,13 @@ def test_a_copy_of_the_module_has_its_own_generate() -> None:
     other = copy.deepcopy(engine.module)
     assert "generate" not in other.__dict__ or other.generate.__self__ is other
     assert torch.equal(greedy(other, ids(1)), greedy(engine.module, ids(1)))
+
+
+def test_a_module_has_its_own_generate_again_after_destroy() -> None:
+    engine = _engine(1)
+    expected = greedy(engine.module, ids(1))
+    engine.destroy()
+    assert torch.equal(greedy(engine.module, ids(1)), expected)
 
 
 def test_lora_is_merged_in_copies_alone() -> None:

@@ -49,6 +49,7 @@ def _held(stage: int, precision: str) -> Any:
     return copied.most, held, planned[f"stage {stage}"].generating, copy_nbytes(step)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "torch_autocast"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_planned_bytes_of_generation_are_those_that_a_rank_holds(
@@ -157,6 +158,7 @@ def _peak(stage: int, precision: str, to: Any) -> tuple[int, int, int]:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("to", ["all", "rank0"])
 def test_a_servers_weights_take_the_memory_of_one_unit(

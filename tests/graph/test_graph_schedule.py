@@ -11,7 +11,9 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import optree
@@ -23,6 +25,7 @@ from graphs import GROUP, Traced, run_ranks, trace_step
 from hypothesis import given, strategies as st
 from profiles import examples
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -238,6 +241,7 @@ def test_prefetch_bounds_what_is_gathered_ahead_beyond_the_next_unit() -> None:
     assert liveness(graph).peak_gathered_numel == 3 * block
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_live", [1, 2, 3, 4])
 @pytest.mark.parametrize("reuse", [0, MANY])
 def test_max_live_is_obeyed_whatever_else_is_asked(num_live: int, reuse: int) -> None:
@@ -380,6 +384,7 @@ def test_stays_cover_each_use_once_and_obey_both_bounds(
 # --- reductions and the update --------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("by_exchange", [False, True])
 def test_a_reduction_starts_when_its_gradient_is_ready(stage: int, by_exchange: bool) -> None:
@@ -410,6 +415,7 @@ def compute_behind(start: Node) -> set[Node]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_reducing", [0, 100, 200, 500])
 @pytest.mark.parametrize("clip", [False, True])
 def test_reductions_under_way_stay_within_their_bound(max_reducing: int, clip: bool) -> None:
@@ -884,22 +890,34 @@ def test_what_is_written_into_the_state_is_read_there() -> None:
     assert returned.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 
-def written(module: nn.Module, monkeypatch: pytest.MonkeyPatch, num_bits: int) -> tuple[Graph, str]:
-    """The graph, and the code that Inductor writes for vectors of so many bits (0:
-    none). Compiling it would take long.
+def without_compiler(
+    monkeypatch: pytest.MonkeyPatch, num_bits: int = 0, *, has_cache: bool = False
+) -> AbstractContextManager[None]:
+    """Inside, Inductor writes its code for vectors of so many bits (0: none).
+    Compiling it would take long.
     """
     from torch._inductor import config as inductor, cpu_vec_isa
     from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: None)
     # No compiler is asked what it can do.
     monkeypatch.setattr(
         cpu_vec_isa, "valid_vec_isa_list", lambda: [cpu_vec_isa.VecAVX2()] * (num_bits == 256)
     )
-    with inductor.patch(
-        {"cpp.simdlen": num_bits, "cpp.vec_isa_ok": True, "force_disable_caches": True}
-    ):
+    return inductor.patch(  # type: ignore[no-any-return]
+        {
+            "cpp.simdlen": num_bits,
+            "cpp.vec_isa_ok": True,
+            "force_disable_caches": not has_cache,
+        }
+    )
+
+
+def written(module: nn.Module, monkeypatch: pytest.MonkeyPatch, num_bits: int) -> tuple[Graph, str]:
+    """The graph, and the code that Inductor writes."""
+    from torch._inductor.utils import run_and_get_code
+
+    with without_compiler(monkeypatch, num_bits):
         (_, graph), (code, *_) = run_and_get_code(make_runner, "inductor", module, PassOptions())
     return graph, code
 
@@ -923,13 +941,29 @@ def test_the_graph_shown_has_the_collectives_that_inductor_writes(
     rewritten, where a wait may have moved.
     """
     graph, code = written(
-        trace_step((6, 8, 6), stage=stage, tied=False, clip=True).module, monkeypatch, num_bits=0
+        trace_step((6, 8), stage=stage, tied=False, clip=True).module, monkeypatch, num_bits=0
     )
     shown, order = letters(graph), order_in(code)
     assert {letter: shown.count(letter) for letter in "+-w"} == {
         letter: order.count(letter) for letter in "+-w"
     }
     assert shown.count("w") >= 5
+
+
+def test_another_run_finds_the_code_that_inductor_wrote(
+    fake_group: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """tests/graph/test_compiled.py compares its numbers, too, which takes long."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    graphs = []
+    for hits in (0, 1):
+        counters.clear()
+        module = tracing.trace(*compiled_step(), nn.Module()).module
+        with without_compiler(monkeypatch, has_cache=True):
+            _, graph = make_runner("inductor", module, PassOptions())
+        assert counters["inductor"]["fxgraph_cache_hit"] == hits
+        graphs.append(str(graph))
+    assert graphs[0] == graphs[1]
 
 
 def order_in(code: str) -> str:

@@ -562,6 +562,7 @@ def test_an_attribute_that_the_forward_deletes_is_missing_afterwards() -> None:
     assert losses[:3] == losses[3:]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, AOT], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -144,6 +144,7 @@ REFUSED: dict[type[Toy], str] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_a_graph_would_not_repeat_is_refused_and_leaves_the_module_as_it_was(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,6 +81,7 @@ CORE = ("step.py", "state.py", "verbs.py", "runtime/*.py", "model/*.py", "plans/
 PATHS = sorted(path for pattern in CORE for path in (ROOT / "fzero").glob(pattern))
 
 
+@cache
 def words_of(name: str) -> set[str]:
     """The parts of a name, in lower case, and the name itself.
 
@@ -118,9 +120,14 @@ def names_in(tree: ast.AST) -> Iterator[str]:
                 yield text
 
 
+@cache
+def names_of(path: Path) -> tuple[str, ...]:
+    return tuple(names_in(tree_of(path)))
+
+
 def mentions(guest: Guest, path: Path) -> list[str]:
     """The names in a file that name a guest, each as "module: name"."""
-    found = (name for name in names_in(tree_of(path)) if name not in guest.means_another)
+    found = (name for name in names_of(path) if name not in guest.means_another)
     return [f"{name_of(path)}: {name}" for name in found if words_of(name) & guest.words]
 
 

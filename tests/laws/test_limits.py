@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from test_rooms import MODULES, files, imports, name_of, tree_of
+from test_rooms import MODULES, dotted, files, imports, name_of, nodes_of, tree_of
 
 CHARACTERS, STATEMENTS, ATTRIBUTES = 24_000, 50, 15
 
@@ -79,7 +80,7 @@ def num_attributes(node: ast.ClassDef) -> int:
         for part in ast.walk(method)
         if isinstance(part, ast.Attribute)
         and isinstance(part.ctx, ast.Store)
-        and ast.unparse(part.value) == "self"
+        and dotted(part.value) == "self"
     }
     return len({name for name in assigned if name.lstrip("_") not in arguments})
 
@@ -114,31 +115,29 @@ def is_private(name: str | None) -> bool:
     )
 
 
-def private_names(tree: ast.AST) -> set[str]:
+def private_names(path: Path) -> set[str]:
     """Private functions, classes and variables of a module, methods and attributes of
     its classes.
     """
-    names = {node.name for node in ast.walk(tree) if isinstance(node, Definition)}
-    names |= {
-        n.attr
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
-    }
-    names |= {
-        n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-    }
+    names = set[str]()
+    for node in nodes_of(path):
+        if isinstance(node, Definition):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
     return {name for name in names if is_private(name)}
 
 
 def private_uses() -> dict[str, int]:
-    trees = {name_of(path): (path, tree_of(path)) for path in files("fzero", "sharding")}
-    own = {module: private_names(tree) for module, (_, tree) in trees.items()}
+    paths = {name_of(path): path for path in files("fzero", "sharding")}
+    own = {module: private_names(path) for module, path in paths.items()}
     ours, uses = set[str]().union(*own.values()), {}
-    for module, (path, tree) in trees.items():
+    for module, path in paths.items():
         attributes = [
             node.attr
-            for node in ast.walk(tree)
+            for node in nodes_of(path)
             if isinstance(node, ast.Attribute)
+            and is_private(node.attr)
             and ast.unparse(node.value) not in ("self", "cls", "super()")
         ]
         imported = [name for source, name in imports(path) if source in MODULES]
@@ -174,7 +173,7 @@ def classes() -> dict[str, Class]:
     found = {}
     for path in files("fzero", "sharding"):
         module, known = name_of(path), dict[str, str]()
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom):
                 known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
         for node in tree_of(path).body:

@@ -50,6 +50,7 @@ def _in_all_stages(name: str, keys: dict[str, Any], num_steps: int) -> list[Any]
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 14, "auto_cast": True, "hysteresis": 1}}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("world_size", "name", "keys"),
     [
@@ -99,6 +100,7 @@ def _sent(stage: int, name: str) -> tuple[int, Any]:
     return own, step.plan
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", ["muon", "soap"])
 def test_a_rank_sends_to_owners_and_back_what_the_plan_says(
@@ -137,6 +139,7 @@ def _loaded(folder: Path, name: str, stage: int) -> Any:
     return step.gather(state)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("stages", "sizes"), [((2, 3), (2, 2)), ((3, 1), (3, 2))])
 def test_the_state_of_matrices_is_loaded_in_other_stages_and_on_other_ranks(

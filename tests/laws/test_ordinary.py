@@ -981,6 +981,7 @@ def _tries_a_step_twice(stage: int) -> None:
     _assert_equal(again, once)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_without_donation_a_state_stays_good_and_gives_the_same_bits_again(
@@ -1061,6 +1062,7 @@ def _evaluates(stage: int) -> tuple[float, Weights]:
     return first.item(), step.gather(state)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_evaluation_is_the_mean_loss_in_evaluation_mode_and_changes_nothing(
@@ -1359,6 +1361,7 @@ def _init_from_weights(stage: int, on_meta: bool) -> tuple[Weights, Weights]:
     return found, given
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_init_takes_given_weights(ranks: RankPool, world_size: int, on_meta: bool) -> None:
@@ -1531,6 +1534,7 @@ class Teacher(nn.Module):
         return (self.student(x) - self.teacher(x)).square().mean()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_parameter_that_the_forward_changes_is_refused_in_every_stage(
     ranks: RankPool, stage: int

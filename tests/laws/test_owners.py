@@ -125,6 +125,7 @@ def test_owners_depend_on_shapes_and_ranks_alone(shapes: list[tuple[int, int]]) 
     assert assign_owners(matrices, 3) == assign_owners(renamed, 3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("world_size", [2, 8, 64])
 @pytest.mark.parametrize(("num_blocks", "width"), [(48, 64), (96, 32)])
 def test_a_gpt_is_divided_within_five_percent_and_sends_two_shards_an_update(

@@ -423,6 +423,7 @@ def stream_updates(*, runs_on: str = "cuda", pinned: bool = True, **ahead: int) 
     return crossed
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("read_ahead", [0, 1, 2])
 @pytest.mark.parametrize("write_behind", [0, 1, 2])
@@ -434,6 +435,7 @@ def test_an_update_on_the_device_of_what_lives_on_the_host_has_no_race(
     assert crossed == Crossed(once, once), "each byte once there and once back"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("read_ahead", [0, 1, 2])
 @pytest.mark.parametrize("write_behind", [0, 1, 2])
 def test_an_update_on_the_host_brings_gradients_and_puts_parameters_without_a_race(
@@ -526,6 +528,7 @@ def pass_over_shards(*, pinned: bool = True, asks_ahead: bool = True) -> None:
         transfer.abandon()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("asks_ahead", [True, False])
 def test_shards_come_and_gradients_go_without_a_race(pinned: bool, asks_ahead: bool) -> None:
@@ -645,6 +648,7 @@ def test_a_step_on_the_device_gives_the_bits_of_the_cpu_without_a_race(
     check_on_device(stage, precision, PLACEMENTS[placement])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("placement", ["optimizer on the host", "all on the host"])
 @pytest.mark.parametrize("optimizer", ["Lamb", "Muon"])
 def test_so_does_an_optimizer_that_looks_at_whole_parameters(
@@ -653,6 +657,7 @@ def test_so_does_an_optimizer_that_looks_at_whole_parameters(
     check_on_device(3, "bf16", PLACEMENTS[placement], optimizer)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("quantities", [["optimizer"], ["param"], ["optimizer", "param"]])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_so_does_a_step_whose_state_is_in_files(
@@ -670,6 +675,7 @@ def test_a_wait_that_a_step_leaves_out_is_found(wait: str, monkeypatch: pytest.M
         train("cuda", 3, "fp32", PLACEMENTS["all on the host"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_a_learned_step_never_waits_for_the_device(stage: int, precision: str) -> None:

@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, str] = {
     "runtime": f"{CORE} state verbs storage model",
     "pipeline": f"{CORE} state verbs storage model runtime transforms",
     "transforms": f"{CORE} state model runtime graph",
+    "tiling": "sharding common model plans transforms",
     "graph": f"{CORE} state verbs storage model runtime",
     "parallelism": f"{CORE} runtime pipeline graph estimation",
     "step": f"{CORE} state verbs storage model runtime graph transforms parallelism",
@@ -51,6 +52,7 @@ MAY_IMPORT: dict[str, str] = {
     "resharding": STEP,
     "estimation": f"{CORE} state storage model runtime pipeline graph transforms",  # needs no step
     "checkpoint": f"{STEP} resharding",
+    "digests": STEP,
     "generation": f"{STEP} resharding",
     "profiling": f"{STEP} resharding estimation",
     "deepspeed": f"fzero {STEP} resharding estimation checkpoint profiling generation attention",
@@ -95,10 +97,10 @@ PUBLIC_MODULES = {"sharding", "sharding.views", "sharding.reference", "sharding.
 and its doors.
 """
 
-ROOT_NAMES = 39
-"""Public names of `fzero` itself: what a training loop of one's own calls, `log` among
-them, and `notebook_launch`, which a notebook calls around such a loop; all others stand
-behind a door."""
+ROOT_NAMES = 45
+"""Public names of `fzero` itself: what a training loop of one's own calls, `log` and
+`replay` among them, what its model calls (`tiled`), and `notebook_launch`, which a
+notebook calls around such a loop; all others stand behind a door."""
 
 
 def name_of(path: Path) -> str:
@@ -115,12 +117,17 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
 def imports(path: Path, *, runs: bool = False) -> Iterator[tuple[str, str | None]]:
     """Every import of a file, also inside functions: (module, name from it or None);
     with `runs`, without `annotations_only`.
     """
     unused = annotations_only(path) if runs else set[ast.AST]()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if node in unused:
             continue
         if isinstance(node, ast.Import):
@@ -171,9 +178,10 @@ def dotted(node: ast.AST) -> str | None:
     return within and f"{within}.{node.attr}"  # type: ignore[attr-defined]
 
 
+@cache
 def attributes(path: Path) -> set[str]:
     """Every dotted name that is read, such as `torch.distributed.all_reduce`."""
-    names = (dotted(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute))
+    names = (dotted(node) for node in nodes_of(path) if isinstance(node, ast.Attribute))
     return {name for name in names if name}
 
 
@@ -190,7 +198,7 @@ def test_every_room_is_in_the_table_and_says_what_it_is_for() -> None:
     for folder in (
         path for path in (ROOT / "fzero").rglob("*") if path.is_dir() and any(path.glob("*.py"))
     ):
-        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+        assert ast.get_docstring(tree_of(folder / "__init__.py")), folder
 
 
 def test_rooms_import_what_is_below_them() -> None:

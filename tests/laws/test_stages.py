@@ -280,6 +280,7 @@ def _sent_in_third_step(
     return sent, step.plan.sent_per_step, numel, last
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_step_sends_what_the_paper_and_the_plan_say(
@@ -374,6 +375,7 @@ def _peaks(
     return [seen[0], seen[2]]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", [None, 1, 2])
 @pytest.mark.parametrize(("model", "data"), [(Plain, vectors), (Odd, tokens)])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -393,6 +395,7 @@ def test_stage_3_holds_at_most_the_two_largest_units(
                 assert peak["gather"] == two_largest, "the next unit must be gathered early"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", [None, 1])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -431,6 +434,7 @@ def _state_matches_specs(stage: int) -> tuple[dict[str, int], dict[str, int]]:
     return held, step.plan.bytes_per_rank
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_specs_and_planned_bytes_are_those_of_the_state(

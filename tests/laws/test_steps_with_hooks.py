@@ -574,6 +574,7 @@ SKIPS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keys", SKIPS, ids=["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_an_overflow_on_one_rank_is_seen_by_all_and_gives_back_every_bit(

@@ -120,6 +120,7 @@ def _errors(stage: int, num_before: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_before", [0, 1])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_another_structure_is_the_same_error_on_every_rank(

@@ -178,6 +178,7 @@ def anchored(lr: float) -> fzero.Transform:
     return fzero.Transform(init, update, lambda spec: Anchored(step_spec(spec), spec))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("where", ["memory", "files"])
 def test_a_transform_that_begins_from_the_weights_begins_from_those_of_its_own_time(

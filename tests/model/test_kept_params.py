@@ -152,6 +152,7 @@ def trained(kind: type[nn.Module], stage: int, runner: str) -> list[float]:
     return losses
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("runner", ["eager", "engine", "lockstep", "block", "step"])
 @pytest.mark.parametrize("kind", KEEPERS)

@@ -429,6 +429,7 @@ class BySolver(Model):
         return self.b(out)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("small", [4, visits.SMALL])
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_a_module_that_a_backward_runs_again_gets_its_gradient(
@@ -685,6 +686,7 @@ class Keeps(Model):
         return super().use(x) + sum(kept.square().sum() for kept in before)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "take",
     [Tensor.t, lambda weight: weight[0], lambda weight: weight.view(-1)],
@@ -1303,6 +1305,7 @@ class Ends(Model):
         return super().forward(x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compile", [None, "step"])
 @pytest.mark.parametrize("way", ["", "a thread", "an error", "an interrupt"])
 @pytest.mark.parametrize("stage", [0, 3])

@@ -158,6 +158,7 @@ def _train(
     return found, optree.tree_leaves(held), int(state.step)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_step_that_overflows_changes_only_the_loss_scale(
@@ -238,6 +239,7 @@ def _first_overflow(stage: int) -> tuple[str | None, str | None]:
     return found[0], found[1]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_first_parameter_whose_gradient_overflows_is_named(
@@ -295,6 +297,7 @@ def _strides(stage: int) -> list[tuple[float, float, float]]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_are_divided_by_the_scale_that_their_loss_had_also_where_it_grows(
     ranks: RankPool, stage: int

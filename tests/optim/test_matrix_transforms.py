@@ -251,6 +251,7 @@ def _update_own_shard(
     return run(MAKERS[name](contents), take_shard(param_P, layout.partition, axis.rank), shards)[0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", ["lamb, defaults", "adafactor, defaults", "muon, defaults"])
 def test_ranks_in_processes_have_the_bits_of_the_full_buffer(

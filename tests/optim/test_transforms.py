@@ -116,6 +116,7 @@ def test_the_formula_in_a_graph_has_the_trajectory_of_the_fused_kernel_to_roundi
         torch.testing.assert_close(param[0], wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("numel", [0, 1, 7, 1000])
 @pytest.mark.parametrize("values", ADAMS.values(), ids=ADAMS)
 @pytest.mark.parametrize("name", ["adam", "adamw"])

@@ -42,6 +42,7 @@ SQUARES = FlatLayout(("a", "b", "c"), ((6, 6), (4, 4), (6, 6)), world_size=3, mu
 """Gradients of full rank: the bases of SOAP are ambiguous where a product has no inverse."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", [MATRICES, SQUARES], ids=["matrices", "squares"])
 @pytest.mark.parametrize("name", ["normuon", "soap", "shampoo"])
 def test_the_update_of_a_shard_through_owners_is_the_shard_of_the_update(

@@ -109,6 +109,7 @@ def _with_engine(kind: Any, stages: tuple[int, int], folder: str) -> dict[str, T
     return copy.deepcopy(found)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [ByRow, torch.optim.Adafactor])
 @pytest.mark.parametrize("stages", [(0, 3), (2, 1)])
 def test_a_class_of_whole_parameters_trains_as_it_does_alone(

@@ -388,6 +388,7 @@ REAL = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case",
     REAL,

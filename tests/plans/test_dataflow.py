@@ -175,6 +175,7 @@ def test_one_rank_sends_nothing_and_does_not_round_to_the_dtype_of_communication
     assert sent == {1: ("float32", "float32"), 2: ("bfloat16", "float32")}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adafactor", "Muon"])
 @pytest.mark.parametrize("stage", range(4))
 def test_the_leaves_of_all_buffers_are_those_of_the_state_under_their_names(
@@ -201,6 +202,7 @@ def test_the_leaves_of_all_buffers_are_those_of_the_state_under_their_names(
     assert {leaf.placed_as for leaf in leaves if leaf.is_divided} == {*step.plan.placements}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_dry_run_sends_along_each_axis_what_the_plan_says(stage: int, mesh: Mesh) -> None:

@@ -65,6 +65,7 @@ def _train_all_stages(halving: bool) -> list[Any]:
     return [train(Named, vectors, cfg, num_steps=5, param_groups=GROUPS, **options) for cfg in cfgs]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("halving", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_groups_train_alike_in_all_stages_and_like_the_plain_loop(
@@ -174,6 +175,7 @@ def _by_hand(scheduled: bool) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_transform_of_the_users_own_works_on_shards(

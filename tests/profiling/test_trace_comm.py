@@ -324,6 +324,7 @@ def _traced_on_a_mesh(stage: int, keys: Mapping[str, Any]) -> CommTrace:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("stage", "keys"), MESHES)
 def test_on_several_axes_processes_and_lockstep_report_what_the_plan_says_of_each(
     ranks: RankPool, stage: int, keys: Mapping[str, Any]

@@ -31,6 +31,7 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize(
     "axis", [AbstractAxis("data", 4), AbstractAxis.of(Mesh.of(node=2, data=2))], ids=["1D", "2D"]

@@ -465,6 +465,7 @@ def _elements(move: Any) -> list[tuple[int, int, int, int]]:
     ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stages", [(0, 1), (0, 3), (1, 2), (1, 3), (2, 3)])
 def test_a_higher_stage_on_the_same_ranks_sends_nothing(
@@ -488,6 +489,7 @@ def test_what_every_old_rank_holds_is_sent_by_all_of_them_in_equal_parts() -> No
     assert max(sent) - min(sent[:4]) < 4 * 12 * 32 * 4 * len(old.flat_buffers)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("zero", [{}, {"zero_hpz_partition_size": 2}], ids=["hybrid", "hpZ"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_hold_the_same_send_it_in_equal_parts(stage: int, zero: dict[str, Any]) -> None:
@@ -711,6 +713,7 @@ def test_training_in_16_bits_goes_on_in_the_new_stage(
         assert_same([state], [state_always])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["Lamb", "Adafactor", "Muon", "Adamax"])
 def test_training_with_every_kind_of_optimizer_goes_on_in_the_new_stage(
     ranks: RankPool, name: str
@@ -823,6 +826,7 @@ def _sent(jobs: list[Job]) -> tuple[Any, list[fzero.comms.CommRecord], int]:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "jobs",
     [
@@ -913,6 +917,7 @@ def _peak(jobs: list[Job]) -> tuple[int, int, int]:
     return allocated.peak, sum(x.nbytes for x in optree.tree_leaves(made)), 12 * unit
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "jobs",
     [

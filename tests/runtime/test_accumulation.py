@@ -159,6 +159,7 @@ def _sent(stage: int, num_micro_steps: int) -> tuple[dict[str, int], dict[str, i
     return sent, step.plan.sent_per_step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_are_reduced_once_in_stages_0_and_1_and_in_each_micro_step_otherwise(
     ranks: RankPool, stage: int
@@ -311,6 +312,7 @@ class Normed(Plain):
         return super().forward(self.norm(x), y)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tells", [True, False], ids=["is_last", "no is_last"])
 @pytest.mark.parametrize("model", [Plain, Normed])
 @pytest.mark.parametrize("stage", range(4))

@@ -287,6 +287,7 @@ def _bytes_of_elements(stage: int, keys: dict[str, Any]) -> dict[str, float]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_what_is_sent_has_the_dtype_that_was_asked_for(ranks: RankPool, stage: int) -> None:
     moves = "gather" if stage == 3 else "all_gather_params"
@@ -337,11 +338,13 @@ def _gathers_the_master(stage: int) -> bool:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_the_weights_gathered_are_the_masters_to_the_last_bit(ranks: RankPool, stage: int) -> None:
     assert all(ranks(3, _gathers_the_master, stage))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_an_engine_s_master_starts_from_the_fp32_weights(kind: str, stage: int) -> None:
@@ -545,6 +548,7 @@ def test_small_updates_are_lost_to_the_nearest_and_kept_at_random() -> None:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("numel", [0, 1, 100, 128, 1000])
 @pytest.mark.parametrize(
     "dtypes", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")], ids=str
@@ -605,6 +609,7 @@ class Double(Plain):
         self.double()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "Lion", "Lamb", "Adafactor", "Muon"])
 @pytest.mark.parametrize(
     "keys",

@@ -664,6 +664,7 @@ def _train(model: Any, data: Any, cfg: Any, num_steps: int, schedule: Any, **opt
     return train(model, data, cfg, num_steps=num_steps, schedule=schedule, **options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["learned", "negotiated"])
 @pytest.mark.parametrize(("world_size", "data"), [(2, skips_on_2), (3, skips_on_3)])
 def test_the_events_of_ranks_that_skip_units_pass_the_checker(
@@ -732,6 +733,7 @@ def test_a_block_that_no_rank_runs_at_first_trains_with_the_learned_order(
     )
 
 
+@pytest.mark.sample(2)
 @CHANGES
 @pytest.mark.parametrize(("stage", "schedule"), [(3, "negotiated"), (2, "learned")])
 def test_a_negotiated_schedule_or_a_stage_without_gathers_trains_in_any_order(
@@ -802,6 +804,7 @@ class MoE(nn.Module):
         return nn.functional.mse_loss(x, y)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_mixture_of_experts_inside_blocks_trains_by_default(

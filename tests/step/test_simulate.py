@@ -449,6 +449,7 @@ def test_operators_of_control_flow_are_refused_by_vmap_and_named(operator: str) 
         _run(fzero.simulate(_step(case, 3), 2, by="vmap"), case, 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("operator", ["cond", "map", "scan", "while_loop"])
 def test_operators_of_control_flow_run_in_lockstep_where_vmap_was_tried_first(
     operator: str,

@@ -180,6 +180,7 @@ def _gradients_of_a_rank(specs: Any, full: Any, capture: bool) -> Any:
     return _gradients(axis, specs, shards, weight)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("capture", [False, True])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_gathered_shard_has_the_gradients_of_all_ranks_and_a_full_leaf_that_of_its_own(

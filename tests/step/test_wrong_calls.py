@@ -258,7 +258,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "stage 4": (
         lambda: fzero.make_train_step(two(), {"zero_optimization": {"stage": 4}}),
-        "zero_optimization.stage: must be 0, 1, 2 or 3, got 4",
+        "zero_optimization.stage: must be 0, 1, 2 or 3, or fzero's own '3 once', got 4",
     ),
     **{
         f"{world_size} ranks to {index}": (

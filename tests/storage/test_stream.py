@@ -419,6 +419,7 @@ def test_what_there_is_no_room_for_is_reported_before_anything_is_done(tmp_path:
         stream_update(lambda _, x: None, mover, cut(("x", "y"), 5000, 2048), read_ahead=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "device",
     [

@@ -371,6 +371,14 @@ CHOSEN = (
         "after |= rng",
         "every step draws the same dropout",
     ),
+    Fault(
+        RUNTIME,
+        "begin",
+        "self.no_grad_names & no_grad_names",
+        "self.no_grad_names | no_grad_names",
+        "a parameter that one forward leaves out gets no update",
+    ),
+    Fault(RUNTIME, "collect", "work.close()", "pass", "a graph outlives its step"),
     Fault(RUNTIME, "rng", "* 1_000_003 + rank", "* 1_000_003", "all ranks draw the same dropout"),
     Fault(
         RUNTIME,

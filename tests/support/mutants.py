@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from queue import SimpleQueue
@@ -260,10 +260,12 @@ def places(node: ast.AST) -> Iterator[ast.AST]:
 
 
 @cache
-def mutants_of(path: str, source: str) -> dict[str, list[Mutant]]:
-    """All faults that the operators find in a file, by function.
+def mutants_of(path: str, source: str) -> dict[str, list[Callable[[], Mutant]]]:
+    """All faults that the operators find in a file, by function; each is written out
+    when it is called.
 
-    >>> [m.new for m in mutants_of("a.py", "def f(x):\\n    return x + 1 if x else 0\\n")["f"]]
+    >>> found = mutants_of("a.py", "def f(x):\\n    return x + 1 if x else 0\\n")["f"]
+    >>> [mutant().new for mutant in found]
     ['x - 1', '2', '1']
     """
     starts = [0]
@@ -274,31 +276,19 @@ def mutants_of(path: str, source: str) -> dict[str, list[Mutant]]:
         text = source[starts[line - 1] : starts[line]]
         return starts[line - 1] + len(text.encode()[:column].decode())
 
-    found: defaultdict[str, list[Mutant]] = defaultdict(list)
+    def written(function: str, node: ast.AST, made: ast.AST, operator: str) -> Mutant:
+        assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno is not None
+        start = offset(node.lineno, node.col_offset)
+        stop = offset(node.end_lineno, node.end_col_offset or 0)
+        new = ast.unparse(ast.fix_missing_locations(copy.deepcopy(made)))
+        return Mutant(path, function, node.lineno, start, stop, source[start:stop], new, operator)
+
+    found: defaultdict[str, list[Callable[[], Mutant]]] = defaultdict(list)
     for name, function in functions(ast.parse(source)):
         for node in places(function):
             for operator in OPERATORS:
-                made = operator(node)
-                if made is None:
-                    continue
-                assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno is not None
-                start, stop = (
-                    offset(node.lineno, node.col_offset),
-                    offset(node.end_lineno, node.end_col_offset or 0),
-                )
-                new = ast.unparse(ast.fix_missing_locations(copy.deepcopy(made)))
-                found[name].append(
-                    Mutant(
-                        path,
-                        name,
-                        node.lineno,
-                        start,
-                        stop,
-                        source[start:stop],
-                        new,
-                        operator.__name__,
-                    )
-                )
+                if (made := operator(node)) is not None:
+                    found[name].append(partial(written, name, node, made, operator.__name__))
     return {name: of_function for name, of_function in found.items() if of_function}
 
 
@@ -310,7 +300,7 @@ def draw(number: int, seed: int, root: Path = ROOT) -> list[Mutant]:
         for of_function in mutants_of(str(path.relative_to(root)), path.read_text()).values()
     ]
     chooser = random.Random(seed)
-    return [chooser.choice(of_function) for of_function in chooser.sample(every, number)]
+    return [chooser.choice(of_function)() for of_function in chooser.sample(every, number)]
 
 
 @cache

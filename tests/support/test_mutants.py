@@ -38,7 +38,8 @@ def test_no_fault_is_in_an_error_a_check_a_text_or_a_type_nor_where_order_says_n
 
 def test_a_fault_is_where_its_line_says() -> None:
     source = "def f(é, x):\n    'é'\n    return (\n        g(é, x)\n    )\n"
-    (mutant,) = mutants_of("a.py", source)["f"]
+    (found,) = mutants_of("a.py", source)["f"]
+    mutant = found()
     assert (mutant.line, mutant.old, mutant.new) == (4, "g(é, x)", "g(x, é)")
     assert mutant.applied_to(source) == source.replace("g(é, x)", "g(x, é)")
 

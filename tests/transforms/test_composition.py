@@ -83,6 +83,7 @@ def test_a_view_of_no_parameter_or_of_a_second_name_is_an_error(name: str) -> No
         fzero.make_train_step(Tied(), settings(), transforms=[other])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
 def test_quantized_gathers_leave_packed_bytes_as_they_are(key: str, bits: Any) -> None:

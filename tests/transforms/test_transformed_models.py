@@ -60,6 +60,7 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
 # --- further steps of one model -------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("others", [[lora(OUT, 2)], []])
 @pytest.mark.parametrize("first", [lora(UP, 2), weight_norm(UP), packed(UP)])
 def test_a_step_must_use_what_an_earlier_one_has_put_into_the_model(
@@ -264,6 +265,7 @@ def test_transforms_that_change_no_number_are_not_compared(tmp_path: Path) -> No
 # --- values under autocast, and gradients of several ----------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compile", [None, "step"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_view_has_one_dtype_in_forward_and_backward_under_autocast(
@@ -343,6 +345,7 @@ def test_changes_of_something_else_are_errors(make: Any, message: str) -> None:
         step(step.init(), data(0))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "transform", [packed("*"), lora("*", 2, bits=8), lora("*", 2), weight_norm("*")]
 )
@@ -386,6 +389,7 @@ class ReadsInside(nn.Module):
         return out
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("compile", [None, "step"])
 def test_packed_weights_are_numbers_where_other_modules_read_them(

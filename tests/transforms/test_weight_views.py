@@ -457,6 +457,7 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(self.head(self.table(x)), x.flip(0))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "transform",
     [

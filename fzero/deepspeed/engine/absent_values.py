@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +30,7 @@ class AbsentValues(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if gives_absent(func):
-            return absent(args[0], args[0].fzero_refusal)
-        if needs_values(func, args, kwargs) or reads_memory(func):
-            raise _refused(args, kwargs, called(func)[1] or str(func))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return answer(func, args, kwargs, partial(_refused, args, kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -47,36 +43,31 @@ class AbsentValues(Tensor):
         return f"{type(self).__name__}(dtype={self.dtype}, device={str(self.device)!r})"
 
 
-def gives_absent(func: Any) -> bool:
-    """Whether a function of a parameter gives its values as a tensor of their own,
-    without a copy.
-    """
-    name, used = called(func)
-    return used == "detach" or (name == "__get__" and used == "data")
-
-
-def reads_memory(func: Any) -> bool:
-    """Whether a caller asks for the address of values, to read them itself (safetensors
-    does). A recurrent module of PyTorch only compares addresses.
-    """
-    is_address = getattr(func, "__name__", "") == "data_ptr"
-    return is_address and sys._getframe(2).f_globals.get("__name__") != "torch.nn.modules.rnn"
-
-
-def absent(param: Tensor, refusal: Refusal) -> Tensor:
-    """What `param.detach()` and `param.data` give.
+def answer(func: Any, args: Any, kwargs: dict[str, Any], refusal: Refusal) -> Any:
+    """The result of a function of tensors without values, which `__torch_function__`
+    has got; `param.detach()` and `param.data` are an `AbsentValues`.
 
     Raises:
-        RuntimeError: the refusal, for `torch.nn.Parameter(param)`, which takes another
-            class for a fault of the class.
+        RuntimeError: the refusal: the function needs values, or the address of values
+            to read them itself (safetensors does; a recurrent module of PyTorch only
+            compares addresses). Also for `torch.nn.Parameter(param)`, which takes
+            another class for a fault of the class.
     """
-    if sys._getframe(2).f_code is nn.Parameter.__new__.__code__ and isinstance(param, nn.Parameter):
-        raise refusal("torch.nn.Parameter")
+    (name, used), caller = called(func), sys._getframe(2)
+    if used == "detach" or (name == "__get__" and used == "data"):
+        param = args[0]
+        if caller.f_code is nn.Parameter.__new__.__code__ and isinstance(param, nn.Parameter):
+            raise refusal("torch.nn.Parameter")
+        with torch._C.DisableTorchFunctionSubclass():
+            empty = torch.empty(0, dtype=param.dtype, device=param.device)
+            found: Any = torch.Tensor._make_subclass(AbsentValues, empty)
+        found.fzero_refusal = getattr(param, "fzero_refusal", refusal)
+        return found
+    reads = name == "data_ptr" and caller.f_globals.get("__name__") != "torch.nn.modules.rnn"
+    if reads or needs_values(func, args, kwargs):
+        raise refusal(used or str(func))
     with torch._C.DisableTorchFunctionSubclass():
-        empty = torch.empty(0, dtype=param.dtype, device=param.device)
-        found: Any = torch.Tensor._make_subclass(AbsentValues, empty)
-    found.fzero_refusal = refusal
-    return found  # type: ignore[no-any-return]
+        return func(*args, **kwargs)
 
 
 def _refused(args: Any, kwargs: dict[str, Any], use: str) -> RuntimeError:

@@ -9,7 +9,7 @@ hyper-parameters and groups are read, and converted to a transform. Later change
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +38,6 @@ Hyper = dict[str, Any]
 class Groups(NamedTuple):
     """The optimizer and groups of a step, and the groups as the script sees them."""
 
-    optimizer: OptimizerBlock | None
-    """Replaces the configuration's optimizer; None keeps that."""
-    transform: Callable[[float], Transform] | None
-    """Replaces both."""
     param_groups: Sequence[ParamGroup]
     """All groups but the first, which has the remaining parameters."""
     seen: list[Hyper]
@@ -50,6 +46,10 @@ class Groups(NamedTuple):
     """The names of the parameters in the groups, including frozen ones; they are
     trained while they require gradients.
     """
+    optimizer: OptimizerBlock | None = None
+    """Replaces the configuration's optimizer; None keeps that."""
+    transform: Callable[[float], Transform] | None = None
+    """Replaces both."""
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
@@ -59,35 +59,30 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
         ConfigError: it has been stepped, has parameters that are not the model's, or
             its class does not work on shards.
     """
-    if any(_has_stepped(entry) for entry in optimizer.state.values()):
+    # the constructor of torch.optim.Adagrad makes state, of step 0
+    if any(entry.get("step", 1) for entry in optimizer.state.values()):
         raise ConfigError(
             f"optimizer: must be new, got a {type(optimizer).__name__} that has made steps and "
             f"whose state would be lost; pass it to initialize before training"
         )
     _check_own_step(optimizer)
-    groups = [group for group in optimizer.param_groups if group["params"]]
-    names = _names_in(model, [group["params"] for group in groups], "optimizer")
-    held = frozenset().union(*names)
+    groups = with_parameters(optimizer.param_groups)
+    names = _names_in(model, groups, "optimizer")
     kind = _block_of(optimizer)
-    takers = [_taker(of_group) for of_group in names]
     if kind is not None:
         blank: Any = kind.model_validate({"type": kind.__name__})
         blocks = [
             with_overrides(blank, _values(blank, group), "optimizer.param_groups")
             for group in groups
         ]
-        rest = [
-            {"params": take, **block.params.model_dump()}
-            for take, block in zip(takers[1:], blocks[1:])
-        ]
-        return Groups(blocks[0], None, rest, optimizer.param_groups, held)
-    is_whole = _needs_whole_params(type(optimizer), _arguments(type(optimizer), groups[0]))
-    makes = [_maker(type(optimizer), group, is_whole=is_whole) for group in groups]
-    rest = [
-        {"params": t, "transform": m, "lr": float(g["lr"])}
-        for t, m, g in zip(takers[1:], makes[1:], groups[1:])
+        rules = [block.params.model_dump() for block in blocks]
+        return _grouped(names, optimizer.param_groups, rules, optimizer=blocks[0])
+    cls = type(optimizer)
+    is_whole = _needs_whole_params(cls, _arguments(cls, groups[0]))
+    rules = [
+        {"transform": _maker(cls, group, is_whole=is_whole), "lr": lr_of(group)} for group in groups
     ]
-    return Groups(None, makes[0], rest, optimizer.param_groups, held)
+    return _grouped(names, optimizer.param_groups, rules, transform=rules[0]["transform"])
 
 
 def of_parameters(
@@ -103,24 +98,38 @@ def of_parameters(
         fix = "pass model.parameters(), or leave it out"
         refuse("model_parameters", "parameters or groups of them", model_parameters, fix)
     given = list(model.parameters() if model_parameters is None else model_parameters)
-    given = [x[1] if isinstance(x, tuple) else x for x in given]  # of named_parameters()
     groups: list[Hyper] = [dict(x) for x in given if isinstance(x, Mapping)] or [{"params": given}]
     for group in groups:
-        params = group["params"]
-        group["params"] = [params] if isinstance(params, Tensor) else list(params)
-    # a pipeline's stage may have no parameters
-    groups = [group for group in groups if group["params"]] or groups[:1]
-    names = _names_in(model, [group["params"] for group in groups], "model_parameters")
+        if "params" not in group:
+            fix = "give each group its parameters"
+            refuse("model_parameters", "groups with the key 'params'", group, fix)
+        params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        group["params"] = [x[1] if isinstance(x, tuple) else x for x in params]  # named ones
+    groups = with_parameters(groups)
+    names = _names_in(model, groups, "model_parameters")
     own = [{k: v for k, v in group.items() if k not in (*_HOW, "name")} for group in groups]
     blocks = [
         with_overrides(configured, values, f"model_parameters[{i}]") for i, values in enumerate(own)
     ]
-    takers = [_taker(of_group) for of_group in names]
-    rest = [
-        {"params": take, **block.params.model_dump()} for take, block in zip(takers[1:], blocks[1:])
+    rules = [block.params.model_dump() for block in blocks]
+    seen = [{**group, **of_group} for group, of_group in zip(groups, rules)]
+    return _grouped(names, seen, rules, optimizer=blocks[0])
+
+
+def with_parameters(groups: Sequence[Hyper]) -> list[Hyper]:
+    """The groups that have some; the first, where none has any (a stage of a pipeline)."""
+    return [group for group in groups if group["params"]] or list(groups[:1])
+
+
+def _grouped(
+    names: Sequence[frozenset[str]], seen: list[Hyper], rules: Sequence[Hyper], **first: Any
+) -> Groups:
+    """Groups with these names and rules; `first` is the optimizer of the first one."""
+    every = [
+        {"params": lambda name, param, own=own: name in own, **of_group}
+        for own, of_group in zip(names, rules, strict=True)
     ]
-    seen = [{**group, **block.params.model_dump()} for group, block in zip(groups, blocks)]
-    return Groups(blocks[0] if blocks else None, None, rest, seen, frozenset().union(*names))
+    return Groups(every[1:], seen, frozenset().union(*names), **first)
 
 
 def changed(optimizers: Sequence[Any], seen: Sequence[Hyper]) -> list[Any] | None:
@@ -165,19 +174,8 @@ def _check_own_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _has_stepped(entry: Mapping[str, Any]) -> bool:
-    """Whether the state of a parameter is of an update, and not of the constructor, as
-    `torch.optim.Adagrad` makes it.
-    """
-    return bool(entry.get("step", 1))
-
-
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
-
-
-def _taker(names: Collection[str]) -> Callable[[str, Tensor], bool]:
-    return lambda name, param: name in names
 
 
 def _block_of(optimizer: torch.optim.Optimizer) -> type[OptimizerBlock] | None:
@@ -247,15 +245,15 @@ def _maker(
     )
 
 
-def _names_in(
-    model: nn.Module, groups: Sequence[Sequence[Tensor]], field: str
-) -> list[frozenset[str]]:
+def _names_in(model: nn.Module, groups: Sequence[Hyper], field: str) -> list[frozenset[str]]:
     """The names of the parameters in each group; raises for a group that holds
     something else, or one parameter twice.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     seen: set[int] = set()
-    for param in (param for group in groups for param in group):
+    for param in (param for group in groups for param in group["params"]):
+        if not isinstance(param, Tensor):
+            refuse(field, "parameters of the model", param, "pass model.parameters()")
         if id(param) not in names:
             raise ConfigError(
                 f"{field}: must hold parameters of the model, got another tensor, of shape "
@@ -268,4 +266,4 @@ def _names_in(
                 f"one"
             )
         seen.add(id(param))
-    return [frozenset(names[id(param)] for param in group) for group in groups]
+    return [frozenset(names[id(param)] for param in group["params"]) for group in groups]

@@ -105,6 +105,12 @@ def _optimizer_name(config: DeepSpeedConfig) -> Any:
     return name.lower() if isinstance(name, str) and name.lower() in DEEPSPEED_OPTIMIZERS else name
 
 
+def _monitors(config: DeepSpeedConfig) -> SimpleNamespace:
+    names = ("csv_monitor", "tensorboard", "wandb", "comet")
+    found = {name: getattr(config.keys, name) for name in names}
+    return SimpleNamespace(enabled=any(one.enabled for one in found.values()), **found)
+
+
 _MADE: dict[str, Callable[[Any], Any]] = {
     "aio_config": lambda self: (
         self.cfg.aio.model_dump()
@@ -123,16 +129,7 @@ _MADE: dict[str, Callable[[Any], Any]] = {
         self._param_dict, "gradient_clipping", self.cfg.gradient_clipping
     ),
     "hybrid_engine": lambda self: self.keys.hybrid_engine,
-    "monitor_config": lambda self: SimpleNamespace(
-        enabled=any(
-            getattr(self.keys, name).enabled
-            for name in ("csv_monitor", "tensorboard", "wandb", "comet")
-        ),
-        **{
-            name: getattr(self.keys, name)
-            for name in ("csv_monitor", "tensorboard", "wandb", "comet")
-        },
-    ),
+    "monitor_config": _monitors,
     "optimizer_name": _optimizer_name,
     "pipeline": lambda self: (
         self.keys.pipeline.model_dump(exclude={"use_reentrant"})
@@ -247,7 +244,7 @@ class DeepSpeedConfig:
             return _MADE[name](self)
         if name in _KEYS or name in GIVEN:
             return look_up(self._param_dict, *(_KEYS.get(name) or GIVEN[name]))
-        if name in _OFF or name.startswith("eigenvalue_"):
+        if name in _OFF or (name.startswith("eigenvalue_") and name in CONSTANT):
             return {**CONSTANT, **_OFF}[name]
         try:
             return attrgetter(_FIELDS.get(name, name))(self.cfg)

@@ -22,9 +22,9 @@ fzero's do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -120,19 +120,12 @@ class DirectBackward:
         """
         opened, self._open = self._open, None
         if opened is not None:
-            try:
-                with opened:
-                    _interrupted()
-            except InterruptedBackwardError:
-                pass
+            with suppress(InterruptedBackwardError), opened:
+                raise InterruptedBackwardError
 
 
 class InterruptedBackwardError(RuntimeError):
     """An error of autograd has ended a backward that the script started."""
-
-
-def _interrupted() -> NoReturn:
-    raise InterruptedBackwardError
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:

@@ -20,11 +20,11 @@ from fzero.comms.axes import RankAxis
 from fzero.comms.hangs.failures import store_barrier
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
-from fzero.deepspeed.engine.absent_values import absent, gives_absent, reads_memory
+from fzero.deepspeed.engine.absent_values import answer
 from fzero.deepspeed.engine.divided import Divided, nothing
 from fzero.deepspeed.engine.param_status import mark
 from fzero.deepspeed.engine.param_views import PartitionedParameterError, engine_of, without_values
-from fzero.model.tensor_uses import CASTS, called, cast_to, needs_values
+from fzero.model.tensor_uses import CASTS, called, cast_to
 from fzero.runtime.step_spec import check_same
 
 _LEAVING = Label("other", "at the end of GatheredParameters")
@@ -92,12 +92,7 @@ class DividedParameter(nn.Parameter):
         ):
             param: Any = args[0]
             return _hold(param, args[1].fzero_divided, param.fzero_rules)
-        if gives_absent(func):
-            return absent(args[0], _without_values)
-        if not (needs_values(func, args, kwargs) or reads_memory(func)):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise _without_values(used or str(func))
+        return answer(func, args, kwargs or {}, _without_values)
 
     def as_subclass(self, cls: type) -> Any:  # type: ignore[override]
         raise _without_values("as_subclass")

@@ -35,7 +35,7 @@ def rules_of(
     Raises:
         ConfigError: a value is not supported.
     """
-    given = _read(source)
+    given = dict(read(source)) if isinstance(source, str | Path) else source or {}
     offload = _block(given, "zero_optimization").get("offload_param") or {}
     if "device" in offload:  # as in DeepSpeed, the configuration counts
         remote_device, pins = offload["device"], _is_on(offload.get("pin_memory", True))
@@ -64,17 +64,17 @@ def check_all_ranks(groups: Iterable[Any], mpu: Any) -> None:
                 f"leave it out, and set zero_optimization.mics_shard_size or "
                 f"zero_hpz_partition_size for shards within a node"
             )
-    if mpu is not None and mpu.get_data_parallel_world_size() != world:
+    check_mpu(mpu, world)
+
+
+def check_mpu(mpu: Any, world_size: int) -> None:
+    """Raises a ConfigError for DeepSpeed's object of model parallelism if there is any."""
+    if mpu is not None and mpu.get_data_parallel_world_size() != world_size:
         raise ConfigError(
-            f"mpu: must have no model parallelism, so that all {world} ranks are data-parallel, "
-            f"got {mpu.get_data_parallel_world_size()} data-parallel ranks; leave it out"
+            f"mpu: must have no model parallelism, so that all {world_size} ranks are "
+            f"data-parallel, got {mpu.get_data_parallel_world_size()} data-parallel ranks; leave "
+            f"it out"
         )
-
-
-def _read(source: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    if isinstance(source, str | Path):
-        return dict(read(source))
-    return source or {}
 
 
 def _block(given: Mapping[str, Any], key: str) -> Mapping[str, Any]:

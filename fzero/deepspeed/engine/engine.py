@@ -131,7 +131,7 @@ class Engine(nn.Module):
         self.live_optimizer, self.lr_scheduler = optimizer, None
         self.training_dataloader, self.config = training_dataloader, dict(config or {})
         self.open_window: AccumulationWindow | None = None
-        self._has_lost = self.grads_are_reduced = False
+        self.has_lost = self.grads_are_reduced = False
         self._lacks_loss = self._has_warned = self._runs_parts = False
         self._direct = DirectBackward(
             self._collects_directly, scales=train_step.runtime.rules.loss.scales_loss
@@ -311,20 +311,22 @@ class Engine(nn.Module):
             step = self.progress.following()
         self._lacks_loss |= loss is None
         shown = torch.zeros((), device=self.device) if loss is None else loss
-        parts = num_parts or self.accumulation.steps
-        how: dict[str, Any] = {
-            "num_parts": parts,
-            "is_last": self.grads_are_reduced,
-            "keeps": keeps,
-        }
-        known = available() if step.plan.row.shards("params") else nullcontext()
+        going = going_back(
+            step.runtime,
+            window,
+            visits,
+            shown,
+            num_parts=num_parts or self.accumulation.steps,
+            is_last=self.grads_are_reduced,
+            keeps=keeps,
+        )
         with (
-            known,
+            _available(step),
             self._guarded(),
             self.engine_log.watch.of("backward", self.global_steps),
             passing or nullcontext(),
         ):
-            with going_back(step.runtime, window, visits, shown, **how) as after:
+            with going as after:
                 yield
             self.open_window = after[0]
             self.grads.show(step, after[0], are_reduced=self.grads_are_reduced)
@@ -358,7 +360,7 @@ class Engine(nn.Module):
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         step, window, optimizer = self.active_step(), self.open_window, self.live_optimizer
-        if self._has_lost:
+        if self.has_lost:
             raise RuntimeError(
                 "engine.step: an error dropped the gradients of earlier micro-steps; call "
                 "engine.zero_grad() to go on without them"
@@ -405,7 +407,7 @@ class Engine(nn.Module):
             self.metrics = self.metrics._replace(
                 loss=torch.full_like(self.metrics.loss, float("nan"))
             )
-        self.train_step, self.open_window, self._lacks_loss = step, None, False
+        self.train_step, self.open_window = step, None
         self.progress.has_updated(overflow=overflow[0], num_micro_steps=len(window.loss_stats))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -413,7 +415,7 @@ class Engine(nn.Module):
         are none. Forwards stay.
         """
         self._direct.settle()
-        self._has_lost = False
+        self.has_lost = False
         self.drop_grads(to_none=set_to_none, of="engine")
 
     def drop_grads(self, *, to_none: bool, of: Literal["engine", "optimizer"]) -> None:
@@ -480,15 +482,10 @@ class Engine(nn.Module):
             dtype, run = None, f"{run} {part!r}"
 
         def call() -> T:
+            casts = nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
             self.held_module.is_inside = True
             try:
-                known = available() if step.plan.row.shards("params") else nullcontext()
-                with (
-                    known,
-                    nullcontext()
-                    if dtype is None
-                    else torch.autocast(self.device.type, dtype=dtype),
-                ):
+                with _available(step), casts:
                     return function(*inputs, **kwargs)
             finally:
                 self.held_module.is_inside = False
@@ -524,7 +521,7 @@ class Engine(nn.Module):
     def _opened(self, no_grad_names: frozenset[str]) -> AccumulationWindow:
         """The window since the last update, which begins here if there is none."""
         if self.open_window is None:
-            step = self.train_step
+            step, self._lacks_loss = self.train_step, False
             self.open_window = window = step.begin(
                 self.state, measures_early=not shows(step, are_reduced=True)
             )
@@ -601,16 +598,15 @@ class Engine(nn.Module):
         """Inside, a backward may run through forwards of other engines, whose gradients
         do not change.
         """
-        open_ = [
-            engine for engine in ENGINES if engine is not self and engine.open_window is not None
-        ]
-        others = {id(engine.open_window.forward_backward): engine for engine in open_}
+        others = {
+            id(engine.open_window.forward_backward): engine
+            for engine in ENGINES
+            if engine is not self and engine.open_window is not None
+        }
         with ExitStack() as stack:
-            for engine in (
-                [others[id(work)] for work in works_of(loss) if id(work) in others]
-                if others
-                else []
-            ):
+            for work in works_of(loss) if others else ():
+                if (engine := others.get(id(work))) is None:
+                    continue
                 stack.enter_context(engine._guarded())
                 stack.enter_context(
                     engine.train_step.backward_through(engine.open_window, loss, keeps=keeps)
@@ -623,16 +619,26 @@ class Engine(nn.Module):
         try:
             yield
         except BaseException:
-            self._has_lost = self.open_window is not None and bool(self.open_window.loss_stats)
+            self.has_lost |= self.open_window is not None and bool(self.open_window.loss_stats)
             self.open_window = None
             self.grads.take()
             self.held_module.show_buffers()
             raise
 
 
+def _available(step: TrainStep) -> AbstractContextManager[None]:
+    return available() if step.plan.row.shards("params") else nullcontext()
+
+
 show_part(Engine, "accumulation", Accumulation, but=("ends", "samples"))
 show_part(Engine, "progress", Progress, but=("following", "has_updated", "step_scheduler"))
-show_part(Engine, "held_module", HeldModule, also=GATHERS_16_BIT, but=("begin", "show_buffers"))
+show_part(
+    Engine,
+    "held_module",
+    HeldModule,
+    also=GATHERS_16_BIT,
+    but=("alone", "begin", "replace", "show_buffers"),
+)
 show_part(Engine, "engine_log", EngineLog, but=("observed", "report"))
 show_part(Engine, "engine_settings", Settings, also=DEEPSPEEDS_OWN)
 show_part(Engine, "engine_tools", Tools)

@@ -7,13 +7,10 @@ their bits in 16 bits; here it is merged into copies.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fzero.deepspeed.engine.parts import ReplacedMethod
 from fzero.generation.gathered_model import generating
 from fzero.generation.lora import lora_params
 from fzero.plans.units import blocks_of
@@ -22,17 +19,6 @@ if TYPE_CHECKING:
     from fzero.deepspeed.engine.engine import Engine
 
 PARTS = ("gather", "generate", "training")
-
-
-class _Generate(ReplacedMethod):
-    """Replaces a module's `generate` by the engine's."""
-
-    def __init__(self, engine: Engine, module: nn.Module) -> None:
-        super().__init__(module, "generate")
-        self.engine = engine
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.engine.generate(*inputs, **kwargs)
 
 
 class Generator:
@@ -53,21 +39,10 @@ class Generator:
         self.engine, module = engine, engine.module
         # scripts call the module's
         if engine.keys.hybrid_engine.enabled and hasattr(module, "generate"):
-            self._own_generate = _Generate(engine, module).original
+            self._own_generate = engine.held_module.replace(
+                "generate", lambda original, inputs, kwargs: engine.generate(*inputs, **kwargs)
+            ).original
             self._seconds = dict.fromkeys(PARTS, 0.0)
-
-    @contextmanager
-    def _generating(self) -> Iterator[nn.Module]:
-        """The module by itself, on full parameters or unit by unit
-        (`hybrid_engine.pin_parameters: false`).
-        """
-        by = "copy" if self.engine.keys.hybrid_engine.pin_parameters else "unit"
-        before, self.engine.is_gathered = self.engine.is_gathered, True
-        try:
-            with generating(self.engine.active_step(), self.engine.state, by=by) as model:  # type: ignore[arg-type]
-                yield model
-        finally:
-            self.engine.is_gathered = before
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's `generate` on full parameters, with LoRA merged; see
@@ -94,7 +69,9 @@ class Generator:
         prompt = next((x for x in (*inputs, *kwargs.values()) if isinstance(x, Tensor)), None)
         self._check_length(prompt, kwargs)
         began = time.perf_counter()
-        with self._generating():
+        by = "copy" if self.engine.keys.hybrid_engine.pin_parameters else "unit"
+        step, state = self.engine.active_step(), self.engine.state
+        with self.engine.held_module.alone(), generating(step, state, by=by):  # type: ignore[arg-type]
             gathered = time.perf_counter()
             found = own(*inputs, **kwargs)
         if self._seconds is not None:

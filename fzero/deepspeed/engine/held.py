@@ -27,13 +27,11 @@ def show_part(
     ]
     for name in dict.fromkeys([*public, *also]):
         if name not in vars(engine) and name not in but:
-            setattr(engine, name, _shown(part, name, vars(kind).get(name)))
-
-
-def _shown(part: str, name: str, member: Any) -> Any:
-    if isinstance(member, staticmethod):
-        return member
-    return _method(part, member) if inspect.isfunction(member) else _attribute(part, name, member)
+            member: Any = vars(kind).get(name)
+            if not isinstance(member, staticmethod):
+                is_method = inspect.isfunction(member)
+                member = _method(part, member) if is_method else _attribute(part, name, member)
+            setattr(engine, name, member)
 
 
 def _method(part: str, member: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,11 +28,10 @@ from fzero.deepspeed.engine.client_optimizers import Groups, of_optimizer, of_pa
 from fzero.deepspeed.engine.config_keys import EngineKeys
 from fzero.deepspeed.engine.data_efficiency import sampler_of
 from fzero.deepspeed.engine.dataloader import ResumableLoader, check_indexed
-from fzero.deepspeed.engine.deepspeed_optimizers import configured_class
 from fzero.deepspeed.engine.divided_params import check_not_foreign, taken_over
-from fzero.deepspeed.engine.division_rules import own_device
+from fzero.deepspeed.engine.division_rules import check_mpu, own_device
 from fzero.deepspeed.engine.engine import Engine
-from fzero.deepspeed.engine.optimizer import ConfiguredScheduler, EngineOptimizer, make_optimizer
+from fzero.deepspeed.engine.optimizer import ConfiguredScheduler, make_optimizer
 from fzero.deepspeed.engine.pipeline_engine import PipelineEngine, prepare
 from fzero.model.origin import listed
 from fzero.model.transforms import Choice
@@ -128,19 +127,27 @@ def initialize(
         if not trains:
             model.requires_grad_(False)
         cfg, groups = _groups(cfg, model, optimizer, model_parameters, trains=trains)
-        cfg = _one_scheduler(cfg, lr_scheduler)
+        if lr_scheduler is not None and cfg.scheduler is not None:
+            both = "scheduler: is also in the configuration; the script's lr_scheduler is used"
+            warnings.warn(both, ConfigWarning, stacklevel=2)
+            cfg = cfg.model_copy(update={"scheduler": None})
         cfg.warn_of_no_effect(model)
         step = _step(
             model, cfg, groups, units=units, schedule=schedule, checkpoint=checkpoint, seed=seed
         )
         check_same(step.runtime.world, {"configuration": compared(keys)})
-        _check_parallelism(mpu, mesh_param, step.world_size)
+        check_mpu(mpu, step.world_size)
+        if mesh_param is not None and tuple(mesh_param) != (step.world_size, 1):
+            raise ConfigError(
+                f"mesh_param: must be ({step.world_size}, 1), all ranks data-parallel and none "
+                f"sequence-parallel, got {mesh_param}; leave it out"
+            )
         rates, momentum = step.runtime.updater.rates, step.runtime.updater.momentum
         loader = None if training_data is None else _loader(training_data, step, keys, collate_fn)
         state = step.init()
         engine: Engine
         given = step.spec.cfg.model_dump() if isinstance(source, Config) else dict(source)
-        live = _optimizer(step, groups, optimizer, given, lambda: engine) if trains else None
+        live = make_optimizer(step, groups, optimizer, given, lambda: engine) if trains else None
         engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
             step,
             state,
@@ -152,28 +159,11 @@ def initialize(
         )
     engine.engine_tools.client_optimizer = theirs
     engine.lr_scheduler = _scheduler(cfg, engine.optimizer, lr_scheduler, rates, momentum)
-    _log(engine, keys)
+    if keys.dump_state:
+        engine.log_line(str(engine.cfg))
+    if keys.dump_state or keys.memory_breakdown:
+        engine.log_line(str(engine.train_step.plan))
     return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-def _optimizer(
-    step: TrainStep,
-    groups: Groups,
-    given: Any,
-    config: Mapping[str, Any],
-    engine: Callable[[], Engine],
-) -> EngineOptimizer:
-    cfg, client = step.spec.cfg, given if isinstance(given, TorchOptimizer) else None
-    kind = configured_class(config, offloads=cfg.zero_optimization.offload_optimizer is not None)
-    is_16_bit = cfg.fp16.enabled or cfg.bf16.enabled
-    return make_optimizer(
-        groups.seen,
-        engine,
-        stage=step.plan.row.number,
-        is_16_bit=is_16_bit,
-        kind=kind,
-        client=client,
-    )
 
 
 def _scheduler(
@@ -187,13 +177,6 @@ def _scheduler(
     if given is None:
         return ConfiguredScheduler(seen, rates, momentum, kind=cfg.scheduler.type)  # type: ignore[union-attr]
     return given(seen) if callable(given) else given
-
-
-def _log(engine: Engine, keys: EngineKeys) -> None:
-    if keys.dump_state:
-        engine.log_line(str(engine.cfg))
-    if keys.dump_state or keys.memory_breakdown:
-        engine.log_line(str(engine.train_step.plan))
 
 
 def _step(
@@ -347,7 +330,7 @@ def _groups(
 ) -> tuple[Config, Groups]:
     """The param groups, and the configuration with their optimizer."""
     if not trains:
-        return cfg, Groups(None, None, [], [], frozenset())
+        return cfg, Groups([], [], frozenset())
     if optimizer is None:
         groups = of_parameters(model_parameters, cfg.optimizer, model)
     else:
@@ -374,25 +357,3 @@ def _groups(
     if groups.optimizer is not None:
         cfg = cfg.model_copy(update={"optimizer": groups.optimizer})
     return cfg, groups
-
-
-def _one_scheduler(cfg: Config, lr_scheduler: Any) -> Config:
-    if lr_scheduler is None or cfg.scheduler is None:
-        return cfg
-    both = "scheduler: is also in the configuration; the script's lr_scheduler is used"
-    warnings.warn(both, ConfigWarning, stacklevel=3)
-    return cfg.model_copy(update={"scheduler": None})
-
-
-def _check_parallelism(mpu: Any, mesh_param: tuple[int, int] | None, world_size: int) -> None:
-    if mpu is not None and mpu.get_data_parallel_world_size() != world_size:
-        raise ConfigError(
-            f"mpu: must have no model parallelism, so that all {world_size} ranks are "
-            f"data-parallel, got {mpu.get_data_parallel_world_size()} data-parallel ranks; leave "
-            f"it out"
-        )
-    if mesh_param is not None and tuple(mesh_param) != (world_size, 1):
-        raise ConfigError(
-            f"mesh_param: must be ({world_size}, 1), all ranks data-parallel and none "
-            f"sequence-parallel, got {mesh_param}; leave it out"
-        )

@@ -73,7 +73,7 @@ class Layouts:
         )
         if not wanted <= known.keys() or self._cut_by(rests):
             changed = sorted(wanted - known.keys()) or sorted(no_grad_names)
-            self._move(wanted | known.keys(), known, of="requires_grad", changed=changed)
+            self.divide(wanted | known.keys(), known, of="requires_grad", changed=changed)
             rests = no_grad_names
         if rests == no_grad_names:
             self._unmixed = flags
@@ -82,20 +82,7 @@ class Layouts:
         engine.outside_grads.watch()
         return no_grad_names
 
-    def divide(self, starts: Mapping[str, int], *, of: str, changed: Collection[str]) -> None:
-        """Gives trained parameters that begin at different updates flat buffers of
-        their own. *Collective:* every rank.
-
-        Args:
-            starts: when the optimizer state of each trained parameter began.
-            of: the field of the script that has changed, and `changed` the names.
-
-        Raises:
-            RuntimeError: gradients were collected since the last update.
-        """
-        self._move(starts_of(self._engine.train_step.plan).keys(), starts, of=of, changed=changed)
-
-    def _move(
+    def divide(
         self,
         trained: Collection[str],
         starts: Mapping[str, int],
@@ -103,7 +90,15 @@ class Layouts:
         of: str,
         changed: Collection[str],
     ) -> None:
-        """Moves the state to the flat buffers of `_step_for`."""
+        """Moves the state to the flat buffers of `_step_for`, so that parameters that
+        begin at different updates have their own. *Collective:* every rank.
+
+        Args:
+            of: the field of the script that has changed, and `changed` the names.
+
+        Raises:
+            RuntimeError: gradients were collected since the last update.
+        """
         engine, window = self._engine, self._engine.open_window
         if window is not None and window.loss_stats and not engine.grads.are_dropped:
             raise RuntimeError(

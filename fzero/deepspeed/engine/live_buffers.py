@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from fzero.model.module_index import ModuleIndex
 from fzero.plans.plan import Plan
 
 T = TypeVar("T")
@@ -30,12 +31,12 @@ class LiveBuffers:
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._slots: list[tuple[nn.Module, str, str]] = []
-        for prefix, module in model.named_modules():
-            dot = f"{prefix}." if prefix else ""
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    self._slots.append((module, key, plan.aliases.get(dot + key, dot + key)))
+        slots = [
+            slot
+            for slot in ModuleIndex.of(model).slots("_buffers")
+            if slot.owner[slot.key] is not None
+        ]
+        self._slots = [(x.module, x.key, plan.aliases.get(x.name, x.name)) for x in slots]
         self.now: dict[str, Tensor] = {}
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._seen: list[tuple[str, Tensor, int]] = []
@@ -73,6 +74,21 @@ class LiveBuffers:
             if self._before[name][0] is seen and self._before[name][1] == version:
                 self._before[name] = self.now[name], self.now[name]._version
         self.show(self.now, self._before)
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Overwrites a buffer.
+
+        Raises:
+            ValueError: the value has another shape.
+        """
+        own = self.now[name]
+        # as in torch: batch norms of its early versions have counts of shape (1,)
+        if value.shape != own.shape and not (own.dim() == 0 and value.shape == (1,)):
+            raise ValueError(
+                f"buffer {name!r}: must be given a value of its own shape {tuple(own.shape)}, got "
+                f"{tuple(value.shape)}"
+            )
+        own.copy_(value.view(own.shape))
 
     def kept(
         self, function: Callable[[], T], statistics: Collection[str]

@@ -100,8 +100,8 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
 
     def __init__(self, engine: Callable[[], Engine]) -> None:
         self._of = engine
-        self._anew: set[str] = set()  # begin anew, once their count is written
-        self._counts: dict[str, float] = {}  # set by the script, and not written yet
+        # the counts that are not written yet, and whether the moments begin anew with them
+        self._pending: dict[str, tuple[float, bool]] = {}
         self.edits = ReplicaEdits()
         self._shown: dict[str, Tensor] = {}  # counts that the script holds, into which it may write
 
@@ -203,8 +203,7 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
     def write(self, name: str, key: str, value: Any) -> None:
         """Sets one of a parameter's tensors."""
         if key == STEP:
-            self._anew.discard(name)
-            self._counts[name] = float(value)
+            self._pending[name] = float(value), False
             self._shown.pop(name, None)
             return
         known = whole.optimizer_keys(self._step, name)
@@ -213,9 +212,8 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
                 f"optimizer.state[{name!r}]: has no place for {key!r}, but for "
                 f"{', '.join([STEP, *known])}; keep other values in a dict of your own"
             )
-        if name in self._anew:
-            self._anew.discard(name)
-            self._counts[name] = 0.0
+        if self._pending.get(name, (0.0, False))[1]:
+            self._pending[name] = 0.0, False
         given = torch.as_tensor(value)
         whole.with_local_optimizer_state(self._step, self._of().state, name, key, given)
         if self._home(name).flow.updates != "shard":
@@ -225,11 +223,12 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         """The moments of some parameters begin anew, at once; their counts before the
         next forward or update.
         """
-        names = set(names)
-        self._initialise(names)
-        self._anew |= names
+        names, engine = set(names), self._of()
+        for buffer in self._trained():
+            inside = [name for name in buffer.layout.names if name in names]
+            initialise(engine.state, self._step, engine.train_step.data_rank, buffer, inside)
         for name in names:
-            self._counts.pop(name, None)
+            self._pending[name] = 0.0, True
             self._shown.pop(name, None)
 
     # --- counts of updates ------------------------------------------------------------------------
@@ -243,38 +242,30 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
             RuntimeError: they do, and gradients were collected since the last update.
         """
         self.edits.look()
-        if not (self._anew or self._counts or self._shown):
+        written = ((name, float(count)) for name, count in self._shown.items())
+        changed = {name: (count, False) for name, count in written if count != self._count(name)}
+        changed |= self._pending
+        if not changed:
             return
-        if not (changed := self._changed()):
-            return
-        for name, count in changed.items():
+        for name, (count, _) in changed.items():
             self.edits.note(_called(name, STEP), str(count))
         left = self._write_counts(changed)
         if left:
             engine, starts = self._of(), starts_of(self._step.plan)
             numbers: dict[Any, int] = {}
             for name in sorted(left):
-                kind = (starts[name], name in self._anew, changed[name])
                 starts[name] = numbers.setdefault(
-                    kind, 1 + max([*starts.values(), *numbers.values()])
+                    (starts[name], changed[name]), 1 + max([*starts.values(), *numbers.values()])
                 )
-            kept = self._anew, self._counts, self._shown
-            engine.layouts.divide(starts, of="optimizer.state", changed=sorted(left))
-            self._anew, self._counts, self._shown = kept
+            kept = self._pending, self._shown
+            engine.layouts.divide(starts.keys(), starts, of="optimizer.state", changed=sorted(left))
+            self._pending, self._shown = kept
             left = self._write_counts({name: changed[name] for name in left})
             assert not left, left
-        self._anew, self._counts = set(), {}
+        self._pending = {}
         self.refresh()
 
-    def _changed(self) -> dict[str, float]:
-        changed = {
-            name: float(count)
-            for name, count in self._shown.items()
-            if float(count) != self._count(name)
-        }
-        return changed | self._counts | dict.fromkeys(self._anew, 0.0)
-
-    def _write_counts(self, changed: Mapping[str, float]) -> set[str]:
+    def _write_counts(self, changed: Mapping[str, tuple[float, bool]]) -> set[str]:
         """Writes the counts of flat buffers whose parameters have one; returns the
         names in the others.
         """
@@ -282,12 +273,13 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         engine = self._of()
         for buffer in self._trained():
             names = [name for name in buffer.layout.names if name in changed]
-            kinds = {(changed[name], name in self._anew) for name in names}
+            kinds = {changed[name] for name in names}
             if names and len(names) == len(buffer.layout.names) and len(kinds) == 1:
-                if names[0] in self._anew:
+                ((count, is_anew),) = kinds
+                if is_anew:
                     initialise(engine.state, self._step, engine.train_step.data_rank, buffer, names)
-                for count in whole.optimizer_counts(self._step, engine.state, buffer):
-                    count.fill_(changed[names[0]])
+                for written in whole.optimizer_counts(self._step, engine.state, buffer):
+                    written.fill_(count)
             else:
                 left |= set(names)
         return left
@@ -302,7 +294,7 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
 
     def forget(self) -> None:
         """Drops what was set and not written: another state was loaded."""
-        self._anew, self._counts, self._shown, self.edits = set(), {}, {}, ReplicaEdits()
+        self._pending, self._shown, self.edits = {}, {}, ReplicaEdits()
 
     @contextmanager
     def keeping(self, names: Collection[str]) -> Iterator[None]:
@@ -312,36 +304,29 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         Parameters whose flat buffer has others are written back after it, and their
         counts before the next forward.
         """
-        engine = self._of()
         found: dict[str, tuple[float, list[Tensor]]] = {}
         for buffer in self._trained():
             inside = [name for name in buffer.layout.names if name in names]
             if len(inside) < len(buffer.layout.names):
-                found |= {name: (self._count(name), self._copies(name)) for name in inside}
+                found |= {
+                    name: (self._count(name), [part[:].clone() for part in self._parts(name)])
+                    for name in inside
+                }
         yield
         for name, (count, copies) in found.items():
-            parts = whole.updated_parts(self._step, engine.state, name)
-            for part, values in zip(parts, copies, strict=True):
+            for part, values in zip(self._parts(name), copies, strict=True):
                 part.copy_(values)
             if count != self._count(name):
-                self._counts[name] = count
+                self._pending[name] = count, False
 
-    def _copies(self, name: str) -> list[Tensor]:
-        return [part[:].clone() for part in whole.updated_parts(self._step, self._of().state, name)]
+    def _parts(self, name: str) -> list[Any]:
+        return whole.updated_parts(self._step, self._of().state, name)
 
     def _count(self, name: str) -> float:
-        if name in self._anew:
-            return 0.0
-        if name in self._counts:
-            return self._counts[name]
+        if name in self._pending:
+            return self._pending[name][0]
         counts = whole.optimizer_counts(self._step, self._of().state, self._home(name))
         return float(counts[0]) if counts else float(self._of().state.step)
-
-    def _initialise(self, names: Collection[str]) -> None:
-        engine = self._of()
-        for buffer in self._trained():
-            inside = [name for name in buffer.layout.names if name in names]
-            initialise(engine.state, self._step, engine.train_step.data_rank, buffer, inside)
 
     # --- names ------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from rich.console import RenderableType
 from fzero.common.text_tables import as_text
 from fzero.deepspeed.engine.monitor import check_packages, monitors
 from fzero.deepspeed.engine.step_log import CommsLog, StepLog
-from fzero.profiling.profiler import dtype_of
 from fzero.profiling.reports import Profile
 
 if TYPE_CHECKING:
@@ -35,8 +34,7 @@ class EngineLog:
         check_packages(keys)
         self._says = step.rank == 0
         self.writers = monitors(keys) if self._says else []
-        dtype = dtype_of(step.plan, step.runtime.autocast)
-        self.watch = StepLog(keys, step.spec.model, step.plan, step.device, dtype, is_on=self._says)
+        self.watch = StepLog(keys, step, is_on=self._says)
         self.comms_log = None
         if keys.comms_logger.enabled:
             self.comms_log = CommsLog(keys.comms_logger, self.log_line if self._says else None)

@@ -4,14 +4,15 @@ calling it calls the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fzero.common.arguments import check_kind
 from fzero.data.token_dropping import dropping_of
@@ -20,7 +21,7 @@ from fzero.deepspeed.engine.live_buffers import LiveBuffers
 from fzero.deepspeed.engine.live_grads import LiveGrads
 from fzero.deepspeed.engine.outside_grads import OutsideGrads
 from fzero.deepspeed.engine.param_views import ENGINES, LiveParams, PartitionedParameterError
-from fzero.deepspeed.engine.parts import ReplacedMethod, hold_parts, release_parts
+from fzero.deepspeed.engine.parts import Original, ReplacedMethod, hold_parts
 from fzero.model.own_params import untraced
 from fzero.resharding.parameters import full_params, with_weight
 from fzero.state import TrainState
@@ -32,53 +33,6 @@ if TYPE_CHECKING:
 
 GATHERS_16_BIT = ("_consolidated_16bit_state_dict", "_zero3_consolidated_16bit_state_dict")
 """Names of DeepSpeed's engine that scripts use in spite of their first letter."""
-
-
-class _Forward(ReplacedMethod):
-    """Replaces a module's `forward` while an engine holds the module."""
-
-    def __init__(self, held: HeldModule, module: nn.Module) -> None:
-        super().__init__(module)
-        self.held = held
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        held = self.held
-        if held.is_inside or held.is_gathered:
-            return self.original(*inputs, **kwargs)
-        if torch.compiler.is_dynamo_compiling():  # the script's own torch.compile(engine.module)
-            return untraced(_Forward.__call__)(self, *inputs, **kwargs)
-        if held.live.is_replaced:
-            return self.original(*inputs, **kwargs)
-        if torch._C._is_tracing():
-            raise RuntimeError(
-                "engine.module: must not be traced (torch.jit.trace, an export to ONNX) as a call "
-                "of the engine, because a trace holds the tensors that it has seen; trace it on "
-                "all ranks inside `with engine.gathered():`"
-            )
-        return held.engine.run_forward(self.original, inputs, kwargs)
-
-
-class _LoadStateDict(ReplacedMethod):
-    """Replaces the `load_state_dict` of the module, or of a submodule, while an engine
-    of stage 3 holds the module.
-    """
-
-    def __init__(self, held: HeldModule, name: str, module: nn.Module) -> None:
-        super().__init__(module, "load_state_dict")
-        self.held, self.name = held, name
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        try:
-            return self.original(*inputs, **kwargs)
-        except RuntimeError as error:
-            if self.held.has_values or "size mismatch" not in str(error):
-                raise
-            raise PartitionedParameterError(
-                f"{self.name}.load_state_dict: parameters that are sharded over the ranks have no "
-                "values here, so weights of their full shapes cannot be copied into them; call "
-                "engine.load_module_state_dict(...) on all ranks, or load inside `with "
-                "fzero.deepspeed.zero.GatheredParameters(engine.parameters(), modifier_rank=0):`"
-            ) from error
 
 
 class HeldModule:
@@ -111,24 +65,64 @@ class HeldModule:
         self.layouts = Layouts(engine, held)
         self.live_buffers = LiveBuffers(module, step.plan)
         self._replaced: list[ReplacedMethod] = []
+        self._parts: list[ReplacedMethod] = []
 
     def begin(self) -> None:
         """Makes every call of the module a call of the engine, also from the module's
         own methods (`generate`, `loss`).
         """
-        engine, module = self.engine, self.engine.module
-        self._replaced.append(_Forward(self, module))
+        engine = self.engine
+        self.replace("forward", self._forward)
         if engine.train_step.plan.row.shards("params"):
-            self._replaced += [
-                _LoadStateDict(self, ".".join(filter(None, ("engine.module", name))), part)
-                for name, part in module.named_modules()
-                if any(True for _ in part.parameters())
-            ]
-        if engine.train_step.plan.row.shards("params") and engine.train_step.spec.compile is None:
-            hold_parts(engine, module)
+            for name, part in engine.module.named_modules():
+                if any(True for _ in part.parameters()):
+                    called = ".".join(filter(None, ("engine.module", name)))
+                    load = partial(self._load_state_dict, called)
+                    self._replaced.append(ReplacedMethod(part, "load_state_dict", load))
+            if engine.train_step.spec.compile is None:
+                self._parts = [*hold_parts(engine)]
         self.show_state()
         self.outside_grads.watch()
         ENGINES.add(engine)
+
+    def replace(self, name: str, instead: Callable[..., Any]) -> ReplacedMethod:
+        """Replaces a method of the module until `destroy`."""
+        self._replaced.append(ReplacedMethod(self.engine.module, name, instead))
+        return self._replaced[-1]
+
+    def _forward(self, original: Original, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_inside or self.is_gathered:
+            return original(*inputs, **kwargs)
+        if torch.compiler.is_dynamo_compiling():  # the script's own torch.compile(engine.module)
+            return untraced(HeldModule._forward)(self, original, inputs, kwargs)
+        if self.live.is_replaced:
+            return original(*inputs, **kwargs)
+        if torch._C._is_tracing():
+            raise RuntimeError(
+                "engine.module: must not be traced (torch.jit.trace, an export to ONNX) as a call "
+                "of the engine, because a trace holds the tensors that it has seen; trace it on "
+                "all ranks inside `with engine.gathered():`"
+            )
+        return self.engine.run_forward(original, inputs, kwargs)
+
+    def _load_state_dict(
+        self, called: str, original: Original, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        try:
+            return original(*inputs, **kwargs)
+        except RuntimeError as error:
+            if self.has_values or "size mismatch" not in str(error):
+                raise
+            raise PartitionedParameterError(
+                f"{called}.load_state_dict: parameters that are sharded over the ranks have no "
+                "values here, so weights of their full shapes cannot be copied into them; call "
+                "engine.load_module_state_dict(...) on all ranks, or load inside `with "
+                "fzero.deepspeed.zero.GatheredParameters(engine.parameters(), modifier_rank=0):`"
+            ) from error
+
+    def _release_parts(self) -> None:
+        while self._parts:
+            self._parts.pop().undo()
 
     @property
     def has_values(self) -> bool:
@@ -154,11 +148,17 @@ class HeldModule:
 
         *Collective* in stage 3: every rank.
         """
-        before, self.is_gathered = self.is_gathered, names is None
         found = full_params(self.active_step(), self.engine.state, names)
+        values = {name: found[name] for name in self.live.own.keys() & found.keys()}
+        with self.alone(names is None), self.showing(values):
+            yield found
+
+    @contextmanager
+    def alone(self, is_alone: bool = True) -> Iterator[None]:
+        """Inside, the module runs by itself, as it does in an outer one."""
+        before, self.is_gathered = self.is_gathered, self.is_gathered or is_alone
         try:
-            with self.showing({name: found[name] for name in self.live.own.keys() & found.keys()}):
-                yield found
+            yield
         finally:
             self.is_gathered = before
 
@@ -193,7 +193,7 @@ class HeldModule:
                 f"engine.compile: takes a backend and no other arguments, got "
                 f"{compile_kwargs or others}; leave them out"
             )
-        release_parts(self.engine.module)  # compiled code would run through them
+        self._release_parts()  # compiled code would run through them
         self._remake(
             compile="block",
             compile_backend=backend,
@@ -316,7 +316,7 @@ class HeldModule:
             if key in values and name in params:
                 self.engine.state = with_weight(step, self.engine.state, name, values[key])
             elif key in values:
-                self.live_buffers.now[name].copy_(values[key])
+                self.live_buffers.write(name, values[key])
         self.show_state()
 
     def offload_states(
@@ -346,7 +346,7 @@ class HeldModule:
         holds in full; a second call is none.
         """
         self.close_window()
-        release_parts(self.engine.module)
+        self._release_parts()
         while self._replaced:
             self._replaced.pop().undo()
         self.live.close()
@@ -403,7 +403,7 @@ class HeldModule:
         """Drops the gradients and forwards since the last update; the state keeps what
         they wrote into module buffers.
         """
-        window, self.engine.open_window = self.engine.open_window, None
+        window, self.engine.open_window, self.engine.has_lost = self.engine.open_window, None, False
         self.grads.take()
         if window is not None:
             window.forward_backward.close()

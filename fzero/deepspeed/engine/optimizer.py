@@ -12,7 +12,7 @@ same groups and the same state. As in DeepSpeed it is `engine.optimizer` itself 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,13 +22,15 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fzero.common.arguments import shown
-from fzero.deepspeed.engine.client_optimizers import Hyper, lr_of
+from fzero.deepspeed.engine.client_optimizers import Groups, Hyper, lr_of
+from fzero.deepspeed.engine.deepspeed_optimizers import configured_class
 from fzero.deepspeed.engine.live_optimizer import OptimizerState, in_plain_dicts
 from fzero.deepspeed.engine.optimizer_state import load_state_dict, state_dict_of
 from fzero.optim.lr_schedules import Schedule
 
 if TYPE_CHECKING:
     from fzero.deepspeed.engine.engine import Engine
+    from fzero.step import TrainStep
 
 
 class LossScaler:
@@ -40,16 +42,7 @@ class LossScaler:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.dynamic = engine, engine.dynamic_loss_scale()
-        args = engine.dynamic_loss_scale_args()
-        self.scale_window, self.min_scale, self.scale_factor = (
-            args["scale_window"],
-            args["min_scale"],
-            2.0,
-        )
-        self.delayed_shift, self.consecutive_hysteresis = (
-            args["delayed_shift"],
-            args["consecutive_hysteresis"],
-        )
+        self.__dict__ |= {**engine.dynamic_loss_scale_args(), "scale_factor": 2.0}
 
     @property
     def loss_scale(self) -> float:
@@ -316,25 +309,27 @@ class ZeroOptimizer3(ZeroOptimizer):
 
 
 def make_optimizer(
-    groups: Sequence[Hyper],
+    step: TrainStep,
+    groups: Groups,
+    given: Any,
+    config: Mapping[str, Any],
     engine: Callable[[], Engine],
-    *,
-    stage: int,
-    is_16_bit: bool,
-    kind: type[torch.optim.Optimizer],
-    client: torch.optim.Optimizer | None = None,
 ) -> EngineOptimizer:
     """The optimizer of an engine, which shows `initialize` one of the class that
     DeepSpeed's has in this stage.
 
     Args:
-        kind: the class that the configuration names.
-        client: the script's own optimizer.
+        given: the script's own optimizer; if there is none, the configuration names the
+            class.
     """
-    wraps = stage > 0 or is_16_bit
+    cfg, stage = step.spec.cfg, step.plan.row.number
+    wraps = stage > 0 or cfg.fp16.enabled or cfg.bf16.enabled
     kinds = (WrappingOptimizer, ZeroOptimizer12, ZeroOptimizer12, ZeroOptimizer3)
-    found = kinds[stage](groups, engine) if wraps else EngineOptimizer(groups, engine)
-    if client is None:
+    found = (kinds[stage] if wraps else EngineOptimizer)(groups.seen, engine)
+    client = given
+    if not isinstance(given, torch.optim.Optimizer):
+        offloads = cfg.zero_optimization.offload_optimizer is not None
+        kind = configured_class(config, offloads=offloads)
         client = kind.__new__(kind)
         # the class's own would add to the groups
         torch.optim.Optimizer.__init__(client, found.param_groups, {})

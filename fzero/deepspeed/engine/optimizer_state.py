@@ -33,7 +33,7 @@ def state_dict_of(
         "world_size": step.world_size,
         "zero_stage": step.plan.row.number,
         "param_groups": [plain_values(dict(group)) | {"params": []} for group in groups],
-        "state": dict(zip(_names(state), in_memory(_leaves(state)), strict=True)),
+        "state": in_memory(_tensors(state)),
     }
 
 
@@ -58,7 +58,7 @@ def load_state_dict(
         else given
     )
     saved = found.get("state", {}) if isinstance(found, Mapping) else {}
-    own = dict(zip(_names(state), _leaves(state), strict=True))
+    own = _tensors(state)
     here = (step.rank, step.world_size, {name: x.numel() for name, x in own.items()})
     there = (
         *(found.get(key) if isinstance(found, Mapping) else None for key in ("rank", "world_size")),
@@ -83,18 +83,8 @@ def load_state_dict(
     return state
 
 
-def _parts(state: TrainState[Tensor]) -> dict[str, Any]:
-    return {
-        "step": state.step,
-        "master": state.master,
-        "optimizer": state.optimizer,
-        "loss_scale": state.loss_scale,
-    }
-
-
-def _leaves(state: TrainState[Tensor]) -> list[Any]:
-    return list(optree.tree_leaves(_parts(state)))
-
-
-def _names(state: TrainState[Tensor]) -> list[str]:
-    return [".".join(map(str, path)) for path in optree.tree_paths(_parts(state))]
+def _tensors(state: TrainState[Tensor]) -> dict[str, Any]:
+    """Those of the optimizer, in memory or in files, by their paths."""
+    kept = {name: getattr(state, name) for name in ("step", "master", "optimizer", "loss_scale")}
+    paths, leaves, _ = optree.tree_flatten_with_path(kept)
+    return {".".join(map(str, path)): x for path, x in zip(paths, leaves, strict=True)}

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.deepspeed.engine.absent_values import absent, gives_absent, reads_memory
+from fzero.deepspeed.engine.absent_values import answer
 from fzero.deepspeed.engine.param_status import mark, unmark
 from fzero.model.errors import not_trained
+from fzero.model.module_index import ModuleIndex
 from fzero.model.own_params import is_bound, with_present
-from fzero.model.tensor_uses import ALLOWED, SHAPES, called, is_plain, needs_values
+from fzero.model.tensor_uses import ALLOWED, SHAPES, called, is_plain
 from fzero.plans.plan import Plan
 from sharding import Sharded
 from sharding.views import unflatten
@@ -48,20 +49,15 @@ class PartitionedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, used = called(func)
-        given = (*args, *(kwargs or {}).values())
-        is_inside = any(map(is_bound, given))
-        if is_inside and used in SHAPES:
-            args = tuple(getattr(x, "fzero_plain", x) for x in args)
-        elif is_inside and (used not in ALLOWED or used == "detach") and not is_plain(name, used):
-            return with_present(func, args, kwargs or {})
-        elif gives_absent(func):
-            return absent(args[0], partial(_without_values, args[0].fzero_name))
-        elif needs_values(func, args, kwargs) or reads_memory(func):
-            found = next((x for x in given if isinstance(x, PartitionedParameter)), None)
-            raise _without_values(getattr(found, "fzero_name", ""), used or str(func))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        (name, used), kwargs = called(func), kwargs or {}
+        given = (*args, *kwargs.values())
+        if any(map(is_bound, given)):
+            if used in SHAPES:
+                args = tuple(getattr(x, "fzero_plain", x) for x in args)
+            elif (used not in ALLOWED or used == "detach") and not is_plain(name, used):
+                return with_present(func, args, kwargs)
+        found = (x.fzero_name for x in given if isinstance(x, PartitionedParameter))
+        return answer(func, args, kwargs, partial(_without_values, next(found, "")))
 
     def as_subclass(self, cls: type) -> Any:  # type: ignore[override]
         raise _without_values(self.fzero_name, "as_subclass")
@@ -105,18 +101,14 @@ class LiveParams:
         self._slots: list[tuple[nn.Module, str, str]] = []
         self.own: dict[str, nn.Parameter] = {}
         self.shown: set[str] = set()
-        for prefix, module in model.named_modules():
-            dot = f"{prefix}." if prefix else ""
-            for key, param in module._parameters.items():
-                if param is not None:
-                    name = plan.aliases.get(dot + key, dot + key)
-                    if name not in self.own:  # on `meta` it cannot hold values
-                        is_new = param.is_meta
-                        self.own[name] = (
-                            nn.Parameter(torch.empty(0), param.requires_grad) if is_new else param
-                        )
-                    module._parameters[key] = self.own[name]
-                    self._slots.append((module, key, name))
+        for full, module, key, kind in ModuleIndex.of(model).slots("_parameters"):
+            if (param := getattr(module, kind)[key]) is not None:
+                name = plan.aliases.get(full, full)
+                if name not in self.own:  # on `meta` it cannot hold values
+                    new = nn.Parameter(torch.empty(0), param.requires_grad)
+                    self.own[name] = new if param.is_meta else param
+                module._parameters[key] = self.own[name]
+                self._slots.append((module, key, name))
         self._names = {id(param): name for name, param in self.own.items()}
         self._indices = {name: index for index, name in enumerate(self.own)}
         self._own: dict[str, Tensor | None] = {}  # this rank's elements, 1-d; None in files

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from fzero.common.arguments import refuse
-from fzero.deepspeed.engine.client_optimizers import changed, lr_of
+from fzero.deepspeed.engine.client_optimizers import changed, lr_of, with_parameters
 from fzero.state import Metrics
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Progress:
         """The param groups with parameters, in the step's order; the first, where none
         has any (a stage of a pipeline).
         """
-        return [group for group in self._groups if group["params"]] or self._groups[:1]
+        return with_parameters(self._groups)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:

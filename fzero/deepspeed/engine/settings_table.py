@@ -28,7 +28,6 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "autotuning_start_profile_step": ("autotuning.start_profile_step", 3),
     "bf16_master_weights_and_gradients": (f"{_BF16}.bf16_master_weights_and_grads", False),
     "bf16_optimizer_states": (f"{_BF16}.bf16_optimizer_states", False),
-    "cpuadam_cores_perc": (f"{_OFFLOAD}.cpuadam_cores_perc", 0.9),
     "elasticity_enabled": ("elasticity.enabled", False),
     "flops_profiler_recompute_fwd_factor": ("flops_profiler.recompute_fwd_factor", 0.0),
     "fp16_auto_cast": (f"{_FP16}.auto_cast", False),
@@ -87,6 +86,10 @@ def _dump(block: Any) -> dict[str, Any]:
 
 READ: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
     "bfloat16_enabled": ("cfg.bf16.enabled", bool),
+    "cpuadam_cores_perc": (
+        "_config.zero_config.offload_optimizer",
+        lambda block: getattr(block, "cpuadam_cores_perc", 0.9),
+    ),
     "dataloader_drop_last": ("keys.dataloader_drop_last", bool),
     "dump_state": ("keys.dump_state", bool),
     "dynamic_loss_scale": ("train_step.runtime.rules.scaling.dynamic", bool),

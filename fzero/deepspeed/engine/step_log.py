@@ -17,14 +17,12 @@ from typing import Any, Literal
 
 import torch
 from rich.console import RenderableType
-from torch import nn
 
 from fzero.comms import collectives
 from fzero.comms.records import PURPOSES, CommRecord
 from fzero.deepspeed.engine.config_keys import CommsLoggerKeys, EngineKeys
-from fzero.plans.plan import Plan
 from fzero.profiling.module_timer import ModuleTimer
-from fzero.profiling.profiler import matrix_rate
+from fzero.profiling.profiler import dtype_of, matrix_rate
 from fzero.profiling.reports import (
     MemoryRow,
     Profile,
@@ -33,6 +31,7 @@ from fzero.profiling.reports import (
     waits_table,
     wall_clock_table,
 )
+from fzero.step import TrainStep
 from fzero.storage.host_memory import process_memory
 
 Part = Literal["forward", "backward", "update"]
@@ -45,23 +44,9 @@ class StepLog:
         profile: the report of the profiled step, once it is over.
     """
 
-    def __init__(
-        self,
-        keys: EngineKeys,
-        model: nn.Module,
-        plan: Plan,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        is_on: bool,
-    ) -> None:
-        self._keys, self._model, self._plan, self._device, self._dtype = (
-            keys,
-            model,
-            plan,
-            device,
-            dtype,
-        )
+    def __init__(self, keys: EngineKeys, step: TrainStep, *, is_on: bool) -> None:
+        self._keys, self._model, self._device = keys, step.spec.model, step.device
+        self._dtype = dtype_of(step.plan, step.runtime.autocast)
         wanted = keys.wall_clock_breakdown or keys.memory_breakdown or keys.flops_profiler.enabled
         self._is_on = is_on and bool(wanted)
         self.profile: Profile | None = None

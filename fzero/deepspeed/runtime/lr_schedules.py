@@ -8,6 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import Any
 
+from fzero.common.arguments import passed_on
 from fzero.config.config import Config
 from fzero.config.fields import ConfigError
 from fzero.deepspeed.engine.client_optimizers import lr_of
@@ -57,13 +58,6 @@ class _Schedule(ConfiguredScheduler, metaclass=_AlsoConfigured):
         return next(c.__name__ for c in cls.__mro__ if c.__name__ in VALID_LR_SCHEDULES)
 
 
-def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a constructor, from its `locals()`: each schedule's have the
-    names of its configuration.
-    """
-    return {name: value for name, value in given.items() if name not in ("self", "__class__")}
-
-
 class LRRangeTest(_Schedule):
     """Rates that grow from `lr_range_test_min_lr`, to find the largest one that trains."""
 
@@ -76,7 +70,7 @@ class LRRangeTest(_Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        super().__init__(**_arguments(locals()))
+        super().__init__(**passed_on(locals()))
 
     def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
         """Advances by one update, or to the one after `batch_iteration`."""
@@ -103,7 +97,7 @@ class OneCycle(_Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        super().__init__(**_arguments(locals()))
+        super().__init__(**passed_on(locals()))
 
     def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
         """Advances by one update, or to the one after `batch_iteration`."""
@@ -122,7 +116,7 @@ class WarmupLR(_Schedule):
     ) -> None:  # fmt: skip
         if warmup_max_lr is None:
             warmup_max_lr = [lr_of(group) for group in optimizer.param_groups]
-        super().__init__(**_arguments(locals()))
+        super().__init__(**passed_on(locals()))
 
 
 class WarmupDecayLR(WarmupLR):
@@ -135,7 +129,7 @@ class WarmupDecayLR(WarmupLR):
     ) -> None:  # fmt: skip
         if warmup_max_lr is None:
             warmup_max_lr = [lr_of(group) for group in optimizer.param_groups]
-        _Schedule.__init__(self, **_arguments(locals()))
+        _Schedule.__init__(self, **passed_on(locals()))
 
 
 class WarmupCosineLR(_Schedule):
@@ -153,7 +147,7 @@ class WarmupCosineLR(_Schedule):
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
-        super().__init__(**_arguments(locals()))
+        super().__init__(**passed_on(locals()))
 
 
 _ARGUMENTS: dict[str, tuple[Any, Any]] = {

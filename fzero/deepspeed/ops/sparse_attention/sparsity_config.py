@@ -15,6 +15,7 @@ from fzero.attention.attend import check_length
 from fzero.attention.layouts import Attention, Layout
 from fzero.attention.masks import from_tensor, to_tensor
 from fzero.attention.patterns import BigBird, BSLongformer, Dense, Fixed, Local, Pattern, Variable
+from fzero.common.arguments import passed_on
 
 if TYPE_CHECKING:
     from fzero.config.sparse_attention import SparseAttention
@@ -163,17 +164,7 @@ class FixedSparsityConfig(SparsityConfig):
         *,
         seed: int = 0,
     ) -> None:
-        super().__init__(
-            num_heads,
-            block,
-            different_layout_per_head,
-            seed=seed,
-            num_local_blocks=num_local_blocks,
-            num_global_blocks=num_global_blocks,
-            attention=attention,
-            horizontal_global_attention=horizontal_global_attention,
-            num_different_global_patterns=num_different_global_patterns,
-        )
+        super().__init__(**passed_on(locals()))
 
 
 class VariableSparsityConfig(SparsityConfig):
@@ -195,18 +186,7 @@ class VariableSparsityConfig(SparsityConfig):
         *,
         seed: int = 0,
     ) -> None:
-        super().__init__(
-            num_heads,
-            block,
-            different_layout_per_head,
-            seed=seed,
-            num_random_blocks=num_random_blocks,
-            local_window_blocks=local_window_blocks,
-            global_block_indices=global_block_indices,
-            global_block_end_indices=global_block_end_indices,
-            attention=attention,
-            horizontal_global_attention=horizontal_global_attention,
-        )
+        super().__init__(**passed_on(locals()))
 
 
 class BigBirdSparsityConfig(SparsityConfig):
@@ -226,16 +206,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         *,
         seed: int = 0,
     ) -> None:
-        super().__init__(
-            num_heads,
-            block,
-            different_layout_per_head,
-            seed=seed,
-            num_random_blocks=num_random_blocks,
-            num_sliding_window_blocks=num_sliding_window_blocks,
-            num_global_blocks=num_global_blocks,
-            attention=attention,
-        )
+        super().__init__(**passed_on(locals()))
 
 
 class BSLongformerSparsityConfig(SparsityConfig):
@@ -255,16 +226,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
         *,
         seed: int = 0,
     ) -> None:
-        super().__init__(
-            num_heads,
-            block,
-            different_layout_per_head,
-            seed=seed,
-            num_sliding_window_blocks=num_sliding_window_blocks,
-            global_block_indices=global_block_indices,
-            global_block_end_indices=global_block_end_indices,
-            attention=attention,
-        )
+        super().__init__(**passed_on(locals()))
 
 
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
@@ -279,12 +241,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         num_sliding_window_blocks: int = 3,
         attention: Attention = "unidirectional",
     ) -> None:
-        super().__init__(
-            num_heads,
-            block,
-            num_sliding_window_blocks=num_sliding_window_blocks,
-            attention=attention,
-        )
+        super().__init__(**passed_on(locals()))
 
 
 KINDS: dict[str, type[SparsityConfig]] = {

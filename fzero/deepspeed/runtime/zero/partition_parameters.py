@@ -212,26 +212,23 @@ def _gathered_of(engine: Any, given: Sequence[Tensor], modifier_rank: int | None
     check_modifier(modifier_rank, axis)
     engine.active_step()
     names = sorted({engine.live.name_of(param) for param in given})
-    live, outer = engine.live, engine.is_gathered
+    live = engine.live
     of_outer = {name: live.own[name].data for name in names if name in live.shown}
     whole = of_outer | full_params(
         engine.train_step, engine.state, [name for name in names if name not in of_outer]
     )
     before = {name: fingerprint(value) for name, value in whole.items()}
-    try:
-        with engine.showing(whole):
-            engine.is_gathered = outer or (
-                engine.train_step.plan.row.shards("params") and not live.is_away
-            )
-            yield
-            values = {name: live.own[name].data for name in names}
-            if engine.is_gathered and (
-                lost := [name for name in names if live.own[name].grad is not None]
-            ):
-                # the parameter is empty from here on, without a gradient
-                raise not_trained(lost[0])
-    finally:
-        engine.is_gathered = outer
+    with (
+        engine.showing(whole),
+        engine.held_module.alone(engine.train_step.plan.row.shards("params") and not live.is_away),
+    ):
+        yield
+        values = {name: live.own[name].data for name in names}
+        if engine.is_gathered and (
+            lost := [name for name in names if live.own[name].grad is not None]
+        ):
+            # the parameter is empty from here on, without a gradient
+            raise not_trained(lost[0])
     if modifier_rank is not None:
         check_forms([(value, whole[name].shape) for name, value in values.items()], axis)
         for name, value in values.items():

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from fzero.common.arguments import passed_on
 from fzero.config.config import ConfigError
 from fzero.data.analyzer import checked, measure
 from fzero.data.index_files import fitting_dtype, read_rows, write_metric, write_rows
@@ -107,22 +108,10 @@ class DataAnalyzer:
                     f"DataAnalyzer: metric_types must be 'single_value_per_sample' or "
                     f"'accumulate_value_over_samples', got {kind!r}"
                 )
-        self.dataset, self.num_workers, self.worker_id, self.num_threads = (
-            dataset,
-            num_workers,
-            worker_id,
-            num_threads,
-        )
-        self.batch_size, self.collate_fn, self.sample_indices = (
-            batch_size,
-            collate_fn,
-            sample_indices,
-        )
-        self.metric_names, self.metric_functions, self.metric_types = (
-            metric_names,
-            metric_functions,
-            metric_types,
-        )
+        self.dataset, self.num_workers, self.worker_id = dataset, num_workers, worker_id
+        self.num_threads, self.batch_size, self.collate_fn = num_threads, batch_size, collate_fn
+        self.metric_names, self.metric_functions = metric_names, metric_functions
+        self.metric_types, self.sample_indices = metric_types, sample_indices
         self.save_path = Path(save_path)
 
     def run_map(self) -> None:
@@ -246,21 +235,11 @@ class DistributedDataAnalyzer(DataAnalyzer):
         comm_group: Any = None,
         sample_indices: Sequence[int] | None = None,
     ) -> None:
+        given = passed_on(locals())
+        del given["device"], given["comm_group"]
         if comm_group is not None:
-            num_workers, worker_id = comm_group.size(), comm_group.rank()
-        super().__init__(
-            dataset,
-            num_workers,
-            worker_id,
-            num_threads,
-            batch_size=batch_size,
-            metric_names=metric_names,
-            metric_functions=metric_functions,
-            metric_types=metric_types,
-            save_path=save_path,
-            collate_fn=collate_fn,
-            sample_indices=sample_indices,
-        )
+            given |= {"num_workers": comm_group.size(), "worker_id": comm_group.rank()}
+        super().__init__(**given)
         self.comm_group = comm_group
 
 

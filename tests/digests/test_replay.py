@@ -1,0 +1,353 @@
+"""`fzero.replay` finds what was changed in one run, and names rank, unit and tensor.
+
+Faults are made on real ranks: one bit of one element is flipped in one of the runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import optree
+import pytest
+import torch
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+import fzero
+from fzero.comms.pending import Pending
+from fzero.digests import replaying, watching
+from fzero.digests.digest import digest
+from fzero.runtime import gathers, reductions
+
+WIDTH, NUM_BLOCKS = 8, 3
+UNITS = ("first", "h.0", "h.1", "h.2", "last")
+NUM_FAULTS = 20
+KINDS = ("weights", "moments", "activation", "gradient", "reduction", "gather")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.narrow(self.wide(x).relu())
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 2)
+        self.h = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.h:
+            x = self.drop(block(x))
+        out: Tensor = self.last(x)
+        return out
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    loss: Tensor = (model(x) - y).square().mean()
+    return loss
+
+
+def made(stage: int, **keys: Any) -> tuple[fzero.TrainStep, Any, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    cfg = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+    }
+    step = fzero.make_train_step(model, cfg, loss_fn=loss_of, units=UNITS, **keys)
+    torch.manual_seed(1 + step.rank)
+    return step, step.init(), (torch.randn(4, 4), torch.randn(4, 2))
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def flipped(x: Tensor, random: random.Random) -> Tensor:
+    """The tensor with one flipped bit, in place."""
+    flat = x.detach().view(-1).view(torch.uint8)
+    flat[random.randrange(len(flat))] ^= 1 << random.randrange(8)
+    return x
+
+
+class Nth:
+    """A call's number, of all calls in the runs since it was made."""
+
+    def __init__(self, hit: int) -> None:
+        self.calls, self.hit = 0, hit
+
+    def __call__(self) -> bool:
+        self.calls += 1
+        return self.calls - 1 == self.hit
+
+
+@contextmanager
+def fault(
+    kind: str, step: fzero.TrainStep, unit: str, run: int, draw: random.Random
+) -> Iterator[None]:
+    """Inside, run `run` of two has a fault of this kind in a unit."""
+    module, flips = step.spec.model.get_submodule(unit), Nth(run)
+    buffer = next(u for u in step.plan.units if u.name == unit).buffers[0]
+    with ExitStack() as stack:
+        if kind == "weights":
+            in_state(stack, step, lambda state: state.params[buffer.key], flips, draw)
+        elif kind == "moments":
+            after_update(stack, buffer.key, flips, draw)
+        elif kind == "activation":
+            part = module.wide if isinstance(module, Block) else module
+
+            def out(module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
+                return flipped(out.clone(), draw) if flips() else None
+
+            stack.callback(part.register_forward_hook(out, prepend=True).remove)
+        elif kind == "gradient":
+
+            def reads(module: nn.Module, args: Any) -> None:
+                if flips():
+                    edge = get_gradient_edge(next(iter(module.parameters())))
+                    at = edge.output_nr
+
+                    def came(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                        return *grads[:at], flipped(grads[at].clone(), draw), *grads[at + 1 :]
+
+                    edge.node.register_prehook(came)
+
+            stack.callback(module.register_forward_pre_hook(reads).remove)
+        else:
+            where, name = {
+                "reduction": (reductions, "start_reduce_scatter_grads"),
+                "gather": (gathers, "start_gather"),
+            }[kind]
+            collective(stack, where, name, buffer.key, flips, draw)
+        yield
+
+
+def in_state(
+    stack: ExitStack,
+    step: fzero.TrainStep,
+    leaf: Callable[[Any], Tensor],
+    flips: Nth,
+    draw: random.Random,
+) -> None:
+    plain = replaying.watched_step
+
+    def watched(step: Any, state: Any, batch: Any) -> Any:
+        if flips():
+            flipped(leaf(state), draw)
+        return plain(step, state, batch)
+
+    stack.enter_context(patch.object(replaying, "watched_step", watched))
+
+
+def after_update(stack: ExitStack, key: str, flips: Nth, draw: random.Random) -> None:
+    plain = watching.end
+
+    def end(*args: Any) -> Any:
+        state, metrics = plain(*args)
+        if flips():
+            flipped(optree.tree_leaves(state.optimizer[key])[0], draw)
+        return state, metrics
+
+    stack.enter_context(patch.object(watching, "end", end))
+
+
+def collective(
+    stack: ExitStack, where: Any, name: str, key: str, flips: Nth, draw: random.Random
+) -> None:
+    plain = getattr(where, name)
+
+    def start(x: Tensor, buffer: Any, *args: Any, **kwargs: Any) -> Any:
+        sending = plain(x, buffer, *args, **kwargs)
+        pending = getattr(sending, "pending", sending)
+        if buffer.key == key and flips():
+            result = flipped(pending.wait(), draw)
+            pending = Pending(pending.label, [], None, result)
+            return sending._replace(pending=pending) if hasattr(sending, "pending") else pending
+        return sending
+
+    stack.enter_context(patch.object(where, name, start))
+
+
+PHASES = {
+    "weights": "given state",
+    "moments": "update",
+    "activation": "forward",
+    "gradient": "backward",
+    "reduction": "reduction",
+    "gather": "gather",
+}
+
+
+class Tried(NamedTuple):
+    """The faults of one rank: how many were found, and what was said wrongly."""
+
+    num_found: int
+    num_without_effect: int
+    wrong: list[str]
+
+
+def _finds(stage: int, seeds: list[int]) -> Tried:
+    step, state, batch = made(stage)
+    state, _ = fzero.replay(step, state, batch)
+    num_found = num_without_effect = 0
+    wrong = []
+    clean = optree.tree_leaves(fzero.replay(step, state, batch))
+    for seed in seeds:
+        draw = random.Random(seed)
+        kind, unit = draw.choice(KINDS[: 6 if stage == 3 else 5]), draw.choice(UNITS)
+        at, rank = draw.randrange(2), draw.randrange(step.world_size)
+        before = [x.clone() for x in optree.tree_leaves(state)]
+        with fault(kind, step, unit, at, draw) if rank == step.rank else ExitStack():
+            try:
+                result = optree.tree_leaves(fzero.replay(step, state, batch))
+            except fzero.ReplayError as error:
+                num_found += 1
+                if (error.cause, error.ranks, error.unit) != ("fault", (rank,), unit):
+                    wrong.append(f"{seed}: {kind} in {unit} on {rank}: {error}")
+                elif error.phase != PHASES[kind] and kind != "gather":
+                    wrong.append(f"{seed}: {kind} in {unit}: {error}")
+                elif kind != "activation" and "element" not in error.where:
+                    wrong.append(f"{seed}: no element: {error}")
+            else:  # behind a ReLU, in padding, or in a weight that a backward does not read
+                num_without_effect += 1
+                if not all(map(torch.equal, result, clean)):
+                    wrong.append(f"{seed}: {kind} in {unit} on {rank} was not found")
+        assert all(map(torch.equal, optree.tree_leaves(state), before))
+    fzero.replay(step, state, batch)
+    return Tried(num_found, num_without_effect, wrong)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_flipped_bit_is_found_and_named(ranks: RankPool, stage: int) -> None:
+    seeds = [*range(stage * NUM_FAULTS, (stage + 1) * NUM_FAULTS)]
+    for tried in ranks(2, _finds, stage, seeds):
+        assert not tried.wrong
+        assert tried.num_found >= 0.75 * NUM_FAULTS, tried
+
+
+def _weights_of_a_rank(stage: int) -> tuple[str, tuple[int, ...], str, str]:
+    step, state, batch = made(stage)
+    if step.rank == 1:
+        key = step.plan.units[2].buffers[0].key
+        state.params[key].view(torch.uint8)[4 * 3] ^= 1
+    with pytest.raises(
+        fzero.ReplayError, match=r"ranks that hold the same values differ"
+    ) as caught:
+        fzero.replay(step, state, batch)
+    error = caught.value
+    return error.cause, error.ranks, error.unit, error.where
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_rank_with_other_weights_is_named(ranks: RankPool, stage: int) -> None:
+    found = ranks(3, _weights_of_a_rank, stage)
+    assert found == [("ranks", (1,), "h.0", "element 3")] * 3
+
+
+class Drawing(nn.Module):
+    """It draws from a generator that no state holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x) * random.random())
+        return out
+
+
+def test_a_model_that_draws_its_own_numbers_is_not_deterministic() -> None:
+    model = Drawing()
+    step = fzero.make_train_step(model, {"optimizer": {"type": "SGD"}}, loss_fn=loss_of)
+    batch = torch.randn(4, 4), torch.randn(4, 2)
+    with pytest.raises(fzero.ReplayError, match="gives another result at each run") as caught:
+        fzero.replay(step, step.init(), batch)
+    assert (caught.value.cause, caught.value.phase, caught.value.unit) == (
+        "nondeterministic", "forward", "last",
+    )  # fmt: skip
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "in one graph": {"compile": "step", "compile_backend": "aot_eager"},
+    "blocks": {"compile": "block", "compile_backend": "aot_eager"},
+    "checkpoints": {"checkpoint": 2},
+    "donated": {"donate": True},
+    "copied": {"donate": False},
+}
+
+
+def _is_the_step(stage: int, name: str) -> None:
+    step, state, batch = made(stage, **SETTINGS[name])
+    other = optree.tree_map(torch.clone, state)
+    for _ in range(3):
+        state, found = fzero.replay(step, state, batch, every=2)
+        other, expected = step(other, batch)
+        assert torch.equal(found.loss, expected.loss)
+        for x, y in zip(optree.tree_leaves(state), optree.tree_leaves(other), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_replayed_step_has_the_bits_of_the_step(ranks: RankPool, stage: int, name: str) -> None:
+    ranks(2, _is_the_step, stage, name)
+
+
+def test_micro_batches_of_an_iterator_are_used_twice() -> None:
+    cfg = {"optimizer": {"type": "SGD"}, "gradient_accumulation_steps": 2}
+    step = fzero.make_train_step(Net(), cfg, loss_fn=loss_of, units=UNITS)
+    state, batches = step.init(), [(torch.randn(4, 4), torch.randn(4, 2)) for _ in range(4)]
+    loader = iter(batches)
+    for index in range(2):
+        expected, _ = step(optree.tree_map(torch.clone, state), iter(batches[2 * index :]))
+        state, _ = fzero.replay(step, state, loader)
+        pairs = zip(
+            optree.tree_leaves(state.params), optree.tree_leaves(expected.params), strict=True
+        )
+        assert all(torch.equal(x, y) for x, y in pairs)
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_what_cannot_be_replayed_is_refused() -> None:
+    step = fzero.make_train_step(Net(), {"optimizer": {"type": "SGD"}}, loss_fn=loss_of)
+    state, batch = step.init(), (torch.randn(4, 4), torch.randn(4, 2))
+    with pytest.raises(ValueError, match="every must be a whole number of steps of at least 1"):
+        fzero.replay(step, state, batch, every=0)
+    with pytest.raises(ValueError, match="replay: must be a step of make_train_step"):
+        fzero.replay(Net(), state, batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5, 2), (40,)])
+def test_a_digest_names_the_element_of_any_flipped_bit(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x = (torch.randn(shape) * 3).to(dtype)
+    places = [*itertools.product(*map(range, shape))]
+    for index, place in enumerate(places):
+        for bit in range(1 if dtype == torch.bool else 8 * x.element_size()):
+            y = x.clone()
+            bytes_of = y.view(-1).view(torch.uint8) if shape else y.view(1).view(torch.uint8)
+            bytes_of[index * x.element_size() + bit // 8] ^= 1 << bit % 8
+            expected = place if len(shape) > 1 else index
+            assert digest(x).first_difference(digest(y)) == f"element {expected}"
+            assert not digest(x).same_as(digest(y))
+    assert digest(x).same_as(digest(x.clone()))
+    assert not digest(x).first_difference(digest(x.clone()))
