@@ -126,3 +126,13 @@ def test_signs_of_the_momentum_teach_nearly_as_much_as_all_of_it(run):
     adam, signs, forgetful = numbers(r"loss ([\d.]+) -> ([\d.]+), ([\d.]+) MB", said)
     assert adam[2] / signs[2] > 3 and signs[2] == forgetful[2]
     assert adam[1] < signs[1] < forgetful[1] < adam[0]
+
+
+@pytest.mark.long
+def test_three_optimizers_learn_the_text_and_each_step_has_its_seconds(run):
+    said = run("matrix_optimizers", "--steps", "12")
+    found = numbers(
+        r"loss ([\d.]+) -> ([\d.]+) after 12 steps, ([\d.]+) after ([\d.]+) s; ([\d.]+) ms", said
+    )
+    assert len(found) == 3 and len({(first, seconds) for first, _, _, seconds, _ in found}) == 1
+    assert all(last < first for first, last, *_ in found)

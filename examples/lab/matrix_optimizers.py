@@ -1,0 +1,90 @@
+"""AdamW, Muon and SOAP on the demo's text: at equal tokens, and at equal seconds.
+
+    python examples/lab/matrix_optimizers.py
+
+Muon and SOAP look at whole matrices: Muon makes the singular values of a step equal,
+SOAP runs Adam in the eigenbasis of each matrix. Both learn more from a token than AdamW
+and take longer for it; on a model as small as this one, much longer. The left panel
+counts steps, of equal numbers of tokens, the right one seconds of one core. The three
+take turns step by step, so that another load on the machine delays all alike.
+
+Each is the optimizer of a step in ZeRO-3 (`fzero.optim.mixed_muon`, `soap`). Embeddings,
+norms and the head get AdamW in all three.
+"""
+
+import time
+
+from matplotlib.figure import Figure
+from setting import config, draw_batch, make_model, parse, save, smooth
+
+import fzero
+
+NUM_ROWS = 32
+
+
+def others(lr: float) -> fzero.Transform:
+    """The optimizer of embeddings, norms and the head."""
+    return fzero.adamw(lr * 0.01 / 0.03)
+
+
+OPTIMIZERS = {
+    "AdamW": (0.02, fzero.adamw, "0.45"),
+    # the best rates of a few that were tried; all else has about AdamW's best
+    "Muon": (
+        0.03,
+        fzero.optim.mixed_muon(adjust_lr_fn="match_rms_adamw", others=others),
+        "tab:red",
+    ),
+    "SOAP": (0.02, fzero.optim.soap(others=others), "tab:blue"),
+}
+
+
+def train(num_steps: int) -> dict[str, tuple[list[float], list[float]]]:
+    """By optimizer, the loss of each step, and the seconds until then."""
+    steps = {
+        name: fzero.make_train_step(make_model(), config(stage=3, lr=lr), transform=transform)
+        for name, (lr, transform, _) in OPTIMIZERS.items()
+    }
+    states = {name: step.init() for name, step in steps.items()}
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], [0.0]) for name in steps}
+    for index in range(num_steps):
+        tokens_WBT, targets_WBT = draw_batch(index, num_rows=NUM_ROWS, world_size=1)
+        for name, step in steps.items():
+            losses, seconds = found[name]
+            start = time.perf_counter()
+            states[name], metrics = step(states[name], (tokens_WBT[0], targets_WBT[0]))
+            losses.append(metrics.loss.item())
+            seconds.append(seconds[-1] + time.perf_counter() - start)
+    return {name: (losses, seconds[1:]) for name, (losses, seconds) in found.items()}
+
+
+def main() -> None:
+    options = parse(__doc__.partition("\n\n")[0], steps=300)
+    runs = train(options.steps)
+    shortest = min(seconds[-1] for _, seconds in runs.values())
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
+    for name, (losses, seconds) in runs.items():
+        color = OPTIMIZERS[name][2]
+        ends, means = smooth(losses, width=10)
+        in_time = max(i for i, at in enumerate(seconds) if at <= shortest or i == 0)
+        at_time = means[max(0, in_time + 1 - ends[0])].item()
+        print(
+            f"{name}: loss {losses[0]:.3f} -> {means[-1]:.3f} after {len(losses)} steps, "
+            f"{at_time:.3f} after {shortest:.2f} s; {1e3 * seconds[-1] / len(losses):.1f} ms a step"
+        )
+        by_steps.plot(ends, means, color=color, linewidth=2, label=name)
+        by_seconds.plot([seconds[end - 1] for end in ends], means, color=color, linewidth=2)
+    by_steps.set(xlabel=f"step of {NUM_ROWS} rows", ylabel="loss (nats per byte, mean of 10 steps)")
+    by_seconds.set(xlabel="seconds of one core")
+    by_seconds.axvline(shortest, color="0.8", linewidth=1)
+    by_steps.set_title("Equal tokens", loc="left")
+    by_seconds.set_title("Equal seconds", loc="left")
+    by_steps.legend(frameon=False)
+    for panel in (by_steps, by_seconds):
+        panel.spines[["top", "right"]].set_visible(False)
+    save(figure, options.out, "matrix_optimizers.png")
+
+
+if __name__ == "__main__":
+    main()
