@@ -88,8 +88,8 @@ def replay(step: TrainStep, state: State, batch: Any, *, every: int = 1) -> tupl
     ranks, too. A step in graphs (`compile=`) has no values inside of a forward or
     backward to compare.
 
-    A replayed step takes the time of two steps and needs memory for a second state. The
-    given state stays valid, also after an error. (Another call, with `every`, donates it
+    A replayed step takes the time of two steps (the first one, of three) and needs
+    memory for a second state. The given state stays valid, also after an error. (Another call, with `every`, donates it
     as the step does.)
 
     *Collective:* every rank, as `step(state, batch)`; sends a checksum of each value
@@ -133,9 +133,11 @@ class _Replay:
 
     def __init__(self, step: TrainStep, state: State, batch: Any, number: int) -> None:
         self.step, self.state, self.batch, self.number = step, state, batch, number
-        self.world = step.runtime.mesh.world
+        self.world = step.runtime.world
 
     def run(self) -> tuple[State, Metrics]:
+        if not self.step.has_agreed:
+            self._again()  # a first step learns the order of units, and may use them in another
         first = self._again()[2]
         new, metrics, second = self._again()
         index = _differs_at(first, second)

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import optree
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -23,7 +24,9 @@ import fzero
 from fzero.comms.pending import Pending
 from fzero.digests import replaying, watching
 from fzero.digests.digest import digest
+from fzero.pipeline import PipelineModule
 from fzero.runtime import gathers, reductions
+from sharding import Mesh
 
 WIDTH, NUM_BLOCKS = 8, 3
 UNITS = ("first", "h.0", "h.1", "h.2", "last")
@@ -62,13 +65,14 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return loss
 
 
-def made(stage: int, **keys: Any) -> tuple[fzero.TrainStep, Any, Any]:
+def made(stage: int, *, accumulation: int = 1, **keys: Any) -> tuple[fzero.TrainStep, Any, Any]:
     torch.manual_seed(0)
     model = Net()
     cfg = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": stage},
         "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": accumulation,
     }
     step = fzero.make_train_step(model, cfg, loss_fn=loss_of, units=UNITS, **keys)
     torch.manual_seed(1 + step.rank)
@@ -287,6 +291,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "in one graph": {"compile": "step", "compile_backend": "aot_eager"},
     "blocks": {"compile": "block", "compile_backend": "aot_eager"},
     "checkpoints": {"checkpoint": 2},
+    "checkpoints of micro-batches": {"checkpoint": 1, "accumulation": 2},
     "donated": {"donate": True},
     "copied": {"donate": False},
 }
@@ -307,6 +312,25 @@ def _is_the_step(stage: int, name: str) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_replayed_step_has_the_bits_of_the_step(ranks: RankPool, stage: int, name: str) -> None:
     ranks(2, _is_the_step, stage, name)
+
+
+def _pipeline() -> None:
+    layers = PipelineModule(
+        nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]), 2, loss_fn=F.mse_loss
+    )
+    cfg = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    step = fzero.make_train_step(layers, cfg, mesh=Mesh.of(pipe=2, data=2))
+    state, batch = step.init(), (torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+    for _ in range(2):
+        state, _ = fzero.replay(step, state, batch)
+    if step.rank == 3:  # one of two ranks that hold the last layers
+        next(iter(state.params.values())).view(torch.uint8)[0] ^= 1
+    with pytest.raises(fzero.ReplayError, match=r"given state of unit .* on ranks 2 .* and 3"):
+        fzero.replay(step, state, batch)
+
+
+def test_a_pipeline_is_replayed_and_compared_within_its_stages(ranks: RankPool) -> None:
+    ranks(4, _pipeline)
 
 
 def test_micro_batches_of_an_iterator_are_used_twice() -> None:

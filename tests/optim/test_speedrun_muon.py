@@ -5,7 +5,8 @@ It is the one of nanochat (github.com/karpathy/nanochat, `nanochat/optim.py` of 
 Nesterov momentum, rows of equal length (arXiv:2603.28254), five steps of Polar Express
 (arXiv:2505.16932), the norm of an orthogonal matrix (arXiv:2602.21545), NorMuon's
 variances along the longer side (arXiv:2510.05491), and weight decay only where it
-agrees with the step. Both versions here are written from its description.
+agrees with the step. Both versions here are code of our own, in fp32, for the algorithm
+as that file has it: its order of operations, and its constants.
 """
 
 from __future__ import annotations
