@@ -604,7 +604,8 @@ def _add(sums: dict[int, Tensor], place: int, part: Tensor) -> None:
     """Adds a tile's gradient to a sum, in fp32 at least."""
     is_half = part.is_floating_point() and part.dtype.itemsize < 4
     if place not in sums:
-        sums[place] = part.float() if is_half else part
+        # a copy, because autograd may return one tensor as the gradient of several inputs
+        sums[place] = part.float() if is_half else part.clone()
     elif torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         sums[place] = sums[place] + part
     else:

@@ -156,6 +156,18 @@ def test_arguments_closures_and_values_made_outside_get_their_gradients() -> Non
     torch.testing.assert_close(of(lambda f: fzero.tiled(f, 4)), of(lambda f: f))
 
 
+def test_tensors_whose_gradients_are_one_tensor_are_summed_apart() -> None:
+    x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((2, 12, 4), (4,), (4,)))
+
+    def fn(x: Tensor) -> Tensor:
+        return (x * (a + b)).sin()  # autograd gives a and b the same tensor
+
+    expected = torch.autograd.grad(fn(x).sum(), [x, a, b])
+    found = torch.autograd.grad(fzero.tiled(fn, 4)(x).sum(), [x, a, b])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)  # sums of tiles, in fp32
+
+
 def test_a_frozen_parameter_gets_no_gradient() -> None:
     net = mlp()
     net[0].requires_grad_(False)
