@@ -62,6 +62,7 @@ BUDGETS = {
     "launch": 200,
     "laws": 1500,
     "model": 300,
+    "optim": 300,
     "pipeline": 300,
     "plans": 60,
     "profiling": 120,

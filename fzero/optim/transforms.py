@@ -110,15 +110,13 @@ def _at_once(transform: Transform, grad: Tensor, param: Tensor, state: Any) -> C
     return updated
 
 
-def calling(calls: Callable[[Tensor, Tensor, Any], Calls]) -> Callable[..., Any]:
-    """The update of one flat tensor from the generator that calls owners."""
-
-    def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        (updated,) = run_together([calls(grad, param, state)])
-        result: tuple[Tensor, Tensor, Any] = updated
-        return result
-
-    return update
+def update_by(
+    calls: Callable[[Tensor, Tensor, Any], Calls], grad: Tensor, param: Tensor, state: Any
+) -> tuple[Tensor, Tensor, Any]:
+    """The update of one flat tensor by the generator that calls owners."""
+    (updated,) = run_together([calls(grad, param, state)])
+    result: tuple[Tensor, Tensor, Any] = updated
+    return result
 
 
 def is_traced() -> bool:
@@ -151,13 +149,10 @@ def skip_if(skip: Tensor, transform: Transform) -> Transform:
             x.copy_(value)
         return grad, param, state
 
-    in_calls = calling(calls)
-
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
         if transform.update_skip_if is not None and not is_traced():
             return transform.update_skip_if(skip, grad, param, state)
-        updated: tuple[Tensor, Tensor, Any] = in_calls(grad, param, state)
-        return updated
+        return update_by(calls, grad, param, state)
 
     pair = (update, calls) if transform.calls_owners else None
     return Transform(transform.init, update, transform.specs, calls=pair)
@@ -423,7 +418,7 @@ def mixed_precision(
                 new_param.copy_(narrow_param)
         return grad, param, state
 
-    update = calling(calls)
+    update = partial(update_by, calls)
 
     def update_fused(
         grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]
@@ -448,7 +443,8 @@ def mixed_precision(
             ]
         )
 
-    pair = (update, calls) if transform.calls_owners else None
+    calls_owners = transform.calls is not None and transform.calls_owners
+    pair = (update, calls) if calls_owners else None
     return Transform(init, update, specs, fused=(update, update_fused), calls=pair)
 
 

@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Generic, Literal, NamedTuple, Self
 
 import optree
@@ -32,10 +32,10 @@ from fzero.optim.transforms import (
     Leaf,
     Transform,
     add_times,
-    calling,
     check_range,
     no_steps,
     step_spec,
+    update_by,
 )
 from sharding import TensorSpec
 from sharding.layout import FlatLayout
@@ -318,7 +318,7 @@ def owned_transform(
                 old.copy_(apply(old, part.of(reply), rate))
         return grad, param, MatrixState(step, state.momentum, treespec.unflatten(new))
 
-    update = calling(calls)
+    update = partial(update_by, calls)
 
     def specs(param: TensorSpec) -> MatrixState[TensorSpec]:
         return MatrixState(

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from fzero.common.random_states import seed
 from fzero.optim.fragments import ByContents, ShardContents
 from fzero.optim.owner_calls import Calls, OwnerCall
-from fzero.optim.transforms import Leaf, Transform, calling, no_steps, step_spec
+from fzero.optim.transforms import Leaf, Transform, no_steps, step_spec, update_by
 from fzero.optim.whole_matrices import EntriesSpec, owned_buffers
 from sharding import TensorSpec
 from sharding.layout import FlatLayout
@@ -155,7 +155,7 @@ def whole_transform(
         }
         return _state(step_spec(param), tensors)
 
-    update = calling(calls)
+    update = partial(update_by, calls)
     return Transform(init, update, specs, calls=(update, calls))
 
 

@@ -139,6 +139,7 @@ class UnitPlan:
     """Parameters that are gathered, released and reduced together.
 
     Attributes:
+        numel: elements of the unit's parameters, without padding.
         gathered_numel: padded elements that a gather of this unit allocates; 0 where
             every rank holds the unit in full.
         trained: the names of its trained parameters.
@@ -146,19 +147,16 @@ class UnitPlan:
 
     name: str
     buffers: tuple[FlatParamPlan, ...]
+    numel: int = field(init=False, repr=False, compare=False)
     gathered_numel: int = field(init=False, repr=False, compare=False)
     trained: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        numel = sum(b.padded_numel for b in self.buffers if b.flow.gathers_over)
-        object.__setattr__(self, "gathered_numel", numel)
+        object.__setattr__(self, "numel", sum(b.layout.numel for b in self.buffers))
+        gathered_numel = sum(b.padded_numel for b in self.buffers if b.flow.gathers_over)
+        object.__setattr__(self, "gathered_numel", gathered_numel)
         trained = tuple(name for b in self.buffers if b.trainable for name in b.layout.names)
         object.__setattr__(self, "trained", trained)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the unit's parameters, without padding."""
-        return sum(buffer.layout.numel for buffer in self.buffers)
 
     @property
     def trainable(self) -> bool:
