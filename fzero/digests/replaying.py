@@ -89,8 +89,8 @@ def replay(step: TrainStep, state: State, batch: Any, *, every: int = 1) -> tupl
     backward to compare.
 
     A replayed step takes the time of two steps (the first one, of three) and needs
-    memory for a second state. The given state stays valid, also after an error. (Another call, with `every`, donates it
-    as the step does.)
+    memory for a second state. The given state stays valid, also after an error.
+    (Another call, with `every`, donates it as the step does.)
 
     *Collective:* every rank, as `step(state, batch)`; sends a checksum of each value
     that ranks share.
@@ -98,7 +98,7 @@ def replay(step: TrainStep, state: State, batch: Any, *, every: int = 1) -> tupl
     Args:
         step: of `make_train_step`.
         state: its tensors must be in memory.
-        batch: as for the step.
+        batch: as for the step; each run gets a copy of its tensors.
         every: only the steps whose number of updates is a multiple of it are replayed;
             the others run once.
 
@@ -123,16 +123,17 @@ def replay(step: TrainStep, state: State, batch: Any, *, every: int = 1) -> tupl
             f"replay: all tensors of the state must be in memory, got {len(in_files)} in files, of "
             f"which a run cannot have a copy; place them in host memory (device: cpu)"
         )
-    if isinstance(batch, Iterator):
-        batches = [*islice(batch, step.runtime.batches.num_micro_steps)]
-    return _Replay(step, state, batches if isinstance(batch, Iterator) else batch, number).run()
+    return _Replay(step, state, batch, number).run()
 
 
 class _Replay:
     """One call of `replay`."""
 
     def __init__(self, step: TrainStep, state: State, batch: Any, number: int) -> None:
-        self.step, self.state, self.batch, self.number = step, state, batch, number
+        self.step, self.state, self.number = step, state, number
+        self.draws = isinstance(batch, Iterator)
+        num_micro = step.runtime.batches.num_micro_steps
+        self.batch = [*islice(batch, num_micro)] if self.draws else batch
         self.world = step.runtime.world
 
     def run(self) -> tuple[State, Metrics]:
@@ -153,8 +154,11 @@ class _Replay:
         return new, metrics
 
     def _again(self) -> tuple[State, Metrics, list[Watched]]:
-        batch = iter(self.batch) if isinstance(self.batch, list) else self.batch
-        return watched_step(self.step, optree.tree_map(torch.clone, self.state), batch)
+        batch, state = (
+            map_tensors(torch.clone, self.batch),
+            optree.tree_map(torch.clone, self.state),
+        )
+        return watched_step(self.step, state, iter(batch) if self.draws else batch)
 
     def _told(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order."""
@@ -263,6 +267,10 @@ class _Replay:
             "ranks",
             self.number,
         )
+
+
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _differs_at(first: Sequence[Watched], second: Sequence[Watched]) -> int | None:

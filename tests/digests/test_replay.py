@@ -349,6 +349,19 @@ def test_micro_batches_of_an_iterator_are_used_twice() -> None:
         next(loader)
 
 
+def test_a_batch_may_be_a_list_and_may_be_changed_by_the_loss_function() -> None:
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        loss: Tensor = (model(x.add_(1)) - y).square().mean()
+        return loss
+
+    step = fzero.make_train_step(Net(), {"optimizer": {"type": "SGD"}}, loss_fn=loss_fn)
+    state, x, y = step.init(), torch.randn(4, 4), torch.randn(4, 2)
+    _, expected = step(optree.tree_map(torch.clone, state), [x.clone(), y])
+    _, found = fzero.replay(step, state, [x, y])
+    assert torch.equal(found.loss, expected.loss)
+
+
 def test_what_cannot_be_replayed_is_refused() -> None:
     step = fzero.make_train_step(Net(), {"optimizer": {"type": "SGD"}}, loss_fn=loss_of)
     state, batch = step.init(), (torch.randn(4, 4), torch.randn(4, 2))
