@@ -155,8 +155,7 @@ class _Replay:
 
     def _again(self) -> tuple[State, Metrics, list[Watched]]:
         batch, state = (
-            map_tensors(torch.clone, self.batch),
-            optree.tree_map(torch.clone, self.state),
+            optree.tree_map(_copied, x, none_is_leaf=True) for x in (self.batch, self.state)
         )
         return watched_step(self.step, state, iter(batch) if self.draws else batch)
 
