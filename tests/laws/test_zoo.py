@@ -266,11 +266,11 @@ ROUNDS_IN_BLOCKS = dict.fromkeys(
     "the input of a compiled block is read elsewhere, too: a block adds up its own parts of the "
     "input's gradient first",
 )
-ROUNDS_IN_BLOCKS["Data2VecAudioForCTC"] = "gradients differ by 1e-7, and by 3e-16 in fp64"
+ROUNDS_IN_BLOCKS["Data2VecAudioForCTC"] = "1e-7 after a step, 3e-16 in fp64"
 """Models whose compiled blocks add the same numbers in another order."""
-AMPLIFIES = {"Gemma4UnifiedForCausalLM": 1e-3}
-"""The largest difference of weights where a model makes more of a rounding: its norms
-divide by numbers near 0.
+AMPLIFIES = {"Gemma4UnifiedForCausalLM": 1e-3, "Data2VecAudioForCTC": 1e-4}
+"""The largest difference of weights where a model makes more of a rounding: the norms
+of the first divide by numbers near 0, the second has a loss of 1,500.
 """
 FAILS_IN_A_TRACE = dict.fromkeys(
     (
