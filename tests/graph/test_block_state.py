@@ -244,11 +244,11 @@ def wrong(names: list[str], runner: str, stages: tuple[int, ...]) -> dict[str, s
     return found
 
 
-@pytest.mark.parametrize(("runner", "stride"), [("eager", 1), ("block", 5)])
+@pytest.mark.parametrize(("runner", "stride"), [("eager", 1), ("block", 3)])
 def test_hooks_and_state_of_one_of_equal_blocks_count_as_in_a_plain_loop(
     runner: str, stride: int
 ) -> None:
-    """In compiled blocks, which take seconds for each kind, every fifth one: the test
+    """In compiled blocks, which take seconds for each kind, every third one: the test
     below has them all.
     """
     assert not wrong(list(KINDS)[::stride], runner, (3,))
