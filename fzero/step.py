@@ -364,13 +364,15 @@ class TrainStep:
                 and adds them.
             keeps: whether the graph is kept, for another backward.
         """
-        how: dict[str, Any] = {
-            "weight": weight,
-            "num_parts": num_parts,
-            "is_last": is_last,
-            "keeps": keeps,
-        }
-        return phases.backward(self.runtime, window, loss, **how)
+        return phases.backward(
+            self.runtime,
+            window,
+            loss,
+            weight=weight,
+            num_parts=num_parts,
+            is_last=is_last,
+            keeps=keeps,
+        )
 
     def backward_through(
         self, window: AccumulationWindow, loss: Tensor, *, keeps: bool = False

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import optree
 from rich.console import Group
@@ -43,13 +43,7 @@ from sharding.dtypes import itemsize
 from sharding.specs import Placement
 from sharding.views import dtype_name, torch_dtype
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["FlatParamPlan", "Plan", "UnitPlan", "starts_of"]
-
-BUCKET = 500_000_000
-"""Elements of a bucket where the configuration names none: DeepSpeed's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +110,16 @@ class Plan:
     """A cache: the tensors of the state of flat buffers, by key."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "flat_buffers", tuple(buffer for unit in self.units for buffer in unit.buffers)
-        )
-        param_units: dict[str, tuple[UnitPlan, FlatParamPlan]] = {}
-        for unit in self.units:
-            for buffer in unit.buffers:
-                param_units |= dict.fromkeys(buffer.layout.names, (unit, buffer))
-        object.__setattr__(self, "param_units", param_units)
         flats = {buffer.key: (unit.name, buffer) for unit in self.units for buffer in unit.buffers}
         object.__setattr__(self, "flats", flats)
+        object.__setattr__(self, "flat_buffers", tuple(buffer for _, buffer in flats.values()))
+        param_units = {
+            name: (unit, buffer)
+            for unit in self.units
+            for buffer in unit.buffers
+            for name in buffer.layout.names
+        }
+        object.__setattr__(self, "param_units", param_units)
         object.__setattr__(self, "owners", owned.owners_of(self.flat_buffers, self.world_size))
         states, num_shards = self.hook_states if self.comm_hooks.reduce else {}, self.num_shards
         how: dict[str, Any] = {"is_hooked": bool(self.comm_hooks.reduce), "hook_states": states}
@@ -343,12 +337,12 @@ class Plan:
         and P/L · (N-1)/N along the second, and so does the all-gather over both; an
         all-reduce sends twice that.
         """
-        return self._sent("elements", self.comm_hooks)
+        return self._sent(self.comm_hooks, traffic.in_elements)
 
     @property
     def sent_nbytes_by_axis(self) -> dict[str, dict[str, int]]:
         """`sent_by_axis` in bytes, after the compression of the comm hooks."""
-        return self._sent("bytes", self.comm_hooks)
+        return self._sent(self.comm_hooks, traffic.in_bytes)
 
     @property
     def sent_nbytes_per_step(self) -> dict[str, int]:
@@ -357,10 +351,7 @@ class Plan:
         """
         return totals(self.sent_nbytes_by_axis)
 
-    def _sent(
-        self, what: Literal["elements", "bytes"], hooks: CommHooks
-    ) -> dict[str, dict[str, int]]:
-        size = traffic.in_elements if what == "elements" else traffic.in_bytes
+    def _sent(self, hooks: CommHooks, size: traffic.Size) -> dict[str, dict[str, int]]:
         sent = traffic.sent_by_axis(
             self.units, self.mesh, hooks=hooks, num_micro_steps=self.num_micro_steps, size=size
         )
@@ -375,7 +366,7 @@ class Plan:
             *owned.owner_lines(self.flat_buffers, self.owners, self.world_size),
         ]
         if self.comm_hooks:
-            exact = self._sent("bytes", CommHooks())
+            exact = self._sent(CommHooks(), traffic.in_bytes)
             lines += report.hook_lines(self.comm_hooks, self.sent_nbytes_by_axis, exact)
         return Group(report.unit_table(self.units, self.mesh, stage=self.stage), *lines)
 

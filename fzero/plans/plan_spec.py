@@ -31,7 +31,7 @@ from fzero.plans.param_groups import (
     optimizers_of,
 )
 from fzero.plans.placements import with_placements
-from fzero.plans.plan import BUCKET, Plan
+from fzero.plans.plan import Plan
 from fzero.plans.streaming import Streaming
 from fzero.plans.units import check_has_shapes, find_units, owners_of
 from sharding import Mesh, TensorSpec, declaration, round_robin
@@ -39,6 +39,9 @@ from sharding.views import dtype_name
 
 if TYPE_CHECKING:
     from fzero.plans.placements import GivenPlacements
+
+BUCKET = 500_000_000
+"""Elements of a bucket where the configuration names none: DeepSpeed's default."""
 
 
 def plan(
