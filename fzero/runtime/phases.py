@@ -25,10 +25,11 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.records import CommRecord, Label
 from fzero.model.binding import is_bound, random_state
+from fzero.model.errors import OVER
 from fzero.model.tensor_checks import ModuleGradsUnused
 from fzero.model.transforms import Call
 from fzero.plans.leaves import stream_name
-from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
+from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of, works_of
 from fzero.runtime.batches import loss_of_batch
 from fzero.runtime.eager import ForwardBackward, recomputing
 from fzero.runtime.finish import (
@@ -315,7 +316,12 @@ def going_back(
             needs_grads=needs_grads,
         ) as rows,
     ):
-        yield after
+        try:
+            yield after
+        except RuntimeError as error:  # of autograd, about memory that another step has written
+            if any(each.status == "over" for each in works_of(loss)):
+                raise RuntimeError(OVER) from error
+            raise
     (stats_W5,) = rows
     check_alike(stats_W5[:, 2:4], run.mesh.world, partial(learned.hyper.named, num_parts))
     if learned.module_grads is not None:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from fzero.model.errors import OVER
 from fzero.runtime.autograd_nodes import Visits, running_visits
 from fzero.runtime.eager import ForwardBackward
 
@@ -73,6 +74,8 @@ class DirectBackward:
         def begin_early(grads: Any) -> None:
             if work.status == "idle":
                 self._begin(work)
+            elif work.status == "over":
+                raise RuntimeError(OVER)
 
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
