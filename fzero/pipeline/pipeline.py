@@ -194,7 +194,7 @@ def _rounded_alike(run: StepRuntime, spec: StepSpec, model: PipelineModule) -> S
     )
     starts = accumulate((buffer.padded_numel for buffer in buffers), initial=0)
     places = {buffer.key: start for buffer, start in zip(buffers, starts, strict=False)}
-    updater = replace(run.updater, places=places)
+    updater = replace(run.updater, first_elements=places)
     return replace(run, updater=updater, builder=replace(run.builder, updater=updater))
 
 

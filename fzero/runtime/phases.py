@@ -169,7 +169,7 @@ def _enter(run: StepRuntime, state: State) -> None:
     collectives.next_step(run.mesh.world)
     if run.observer:
         run.observer.begins()
-    run.learned.origin.leave(partial(differing, run, state), partial(on_any_rank, run))
+    run.learned.model_check.check_at_step(partial(differing, run, state), partial(on_any_rank, run))
 
 
 def open_window(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
@@ -242,7 +242,7 @@ def backward(
     weight: Tensor | None = None,
     num_parts: int = 1,
     is_last: bool = True,
-    keeps: bool = False,
+    retain_graph: bool = False,
 ) -> AccumulationWindow:
     """See `TrainStep.backward`."""
     if not isinstance(loss, Tensor) or loss.dim():
@@ -253,10 +253,10 @@ def backward(
         "weight": weight,
         "num_parts": num_parts,
         "is_last": is_last,
-        "keeps": keeps,
+        "retain_graph": retain_graph,
     }
     with going_back(run, window, visits_of(scaled, window.forward_backward), loss, **how) as after:
-        torch.autograd.backward(scaled, retain_graph=keeps)
+        torch.autograd.backward(scaled, retain_graph=retain_graph)
     return after[0]
 
 
@@ -277,7 +277,7 @@ def going_back(
     weight: Tensor | None = None,
     num_parts: int = 1,
     is_last: bool = True,
-    keeps: bool = False,
+    retain_graph: bool = False,
     needs_grads: bool = True,
 ) -> Iterator[list[AccumulationWindow]]:
     """`backward` as a context, in which autograd runs. *Collective:* every rank.
@@ -311,7 +311,7 @@ def going_back(
             grad_scale=1 / (run.rules.loss.predivide * num_parts),
             is_first=not window.loss_stats,
             is_last=is_last,
-            keeps=keeps,
+            retain_graph=retain_graph,
             check=(lambda rows: check_passes(rows[:, 2])) if learned.leaves_out_params else None,
             needs_grads=needs_grads,
         ) as rows,
@@ -333,12 +333,12 @@ def going_back(
 
 @contextmanager
 def backward_through(
-    run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps: bool
+    run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, retain_graph: bool
 ) -> Iterator[None]:
     """See `TrainStep.backward_through`."""
     with (
         bound_to(run, window, partial(visits_in, loss, window.forward_backward)),
-        window.forward_backward.backward_through(loss, keeps=keeps),
+        window.forward_backward.backward_through(loss, retain_graph=retain_graph),
     ):
         yield
 

@@ -41,7 +41,7 @@ class Enters(Protocol):
     """
 
     def __call__(
-        self, visits: Visits, loss: Tensor | None, *, keeps: bool
+        self, visits: Visits, loss: Tensor | None, *, retain_graph: bool
     ) -> AbstractContextManager[object]: ...
 
 
@@ -106,9 +106,9 @@ class DirectBackward:
                 "loss.backward: in fp16 the loss must be multiplied by the loss scale, and was "
                 "not; call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         with ExitStack() as stack:
-            stack.enter_context(self._enters(visits, loss, keeps=keeps))
+            stack.enter_context(self._enters(visits, loss, retain_graph=retain_graph))
             self._open = stack.pop_all()
         Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 

@@ -59,7 +59,7 @@ class HeldModule:
         self.engine, module, step = engine, engine.module, engine.train_step
         self.is_inside = self.is_gathered = self._is_offloaded = False
         # from here on the module's parameters are views of the state
-        step.runtime.learned.origin.close()
+        step.runtime.learned.model_check.close()
         self.live = LiveParams(module, step.plan, step.data_rank)
         self.grads = LiveGrads(self.live)
         self.outside_grads = OutsideGrads(self.live, engine.takes_outside)
