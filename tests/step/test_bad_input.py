@@ -42,7 +42,7 @@ def errors_of(
     """
     with pytest.raises(RankError) as caught:
         ranks(world_size, function, *args)
-    waited = f"{TIMEOUT.total_seconds() * 1000:.0f}"
+    waited = f"{TIMEOUT.total_seconds() * 1000:.0f}ms"
     assert waited not in str(caught.value), f"a rank waited for a timeout:\n{caught.value}"
     return caught.value.errors
 
