@@ -173,7 +173,9 @@ class Recording:
                     header, before = Header.of_line(line), None
                     continue
                 step = Recorded.of_line(line, before)
-            except (KeyError, TypeError, AttributeError, struct.error) as error:
+            except RecordingError:
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
                 raise _broken(file, number, error) from error
             if header is None:
                 raise _broken(file, number, "no header before it")

@@ -29,13 +29,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 K = 31
-"""Numbers of a sketch: a prime, so that no row length of a matrix is a multiple."""
+"""Numbers of a sketch: a prime, of which few matrices' widths are multiples."""
+SEGMENT = 16 * K
+"""Elements that are added to the numbers of a sketch in order. The next segment begins
+with another number, for matrices whose width is a multiple of K."""
 BLOCK = 2048 * K
 """Elements whose odd numbers and signs are kept in a table; another block has those of
 the table, times a number of the block."""
 NUMBERS = 2 + K
 """64-bit numbers of a tensor's sums: bits, square, sketch."""
 
+_HALF = 0x1E3779B97F4A7C15  # an odd number, for the upper half of 64 bits
 _GROUP = {"cpu": 1}  # blocks in one call of a kernel; those of a CPU fit its cache
 _GROUP_ON_DEVICE = 128
 
@@ -138,27 +142,39 @@ def added(x: Tensor, y: Tensor) -> Tensor:
 def _sums_of_rows(rows: Tensor, block: int, offset: int) -> Tensor:
     """The sums of the same elements, from `offset` on, of adjacent blocks."""
     num, length = rows.shape
-    odd, signs = (x[offset : offset + length] for x in _tables(rows.device))
+    odd, signs, order = _tables(rows.device)
+    odd, signs = odd[offset : offset + length], signs[offset : offset + length]
     blocks = torch.tensor([_mixed(block + i) | 1 for i in range(num)], device=rows.device)
-    wide = {torch.float32: torch.int32, torch.float64: torch.int64}
-    as_bits = rows.view(wide[rows.dtype]) if rows.dtype in wide else rows
-    bits = ((as_bits.long() * odd).sum(1) * blocks).sum()
+    if rows.dtype in (torch.float64, torch.int64):
+        words = rows.view(torch.int64)
+        words = (words & 0xFFFFFFFF) + (words >> 32) * _HALF  # so that no high bit is lost
+    else:
+        words = (rows.view(torch.int32) if rows.dtype == torch.float32 else rows).long()
+    bits = ((words * odd).sum(1) * blocks).sum()
     values = rows.double()
-    signed = F.pad(values * signs, (offset % K, -(offset + length) % K))
-    sketches = signed.view(num, -1, K).sum(1)
-    # the numbers of a sketch take turns, so that equal blocks do not meet in one of them
+    signed, pads = values * signs, (offset % SEGMENT, -(offset + length) % SEGMENT)
+    signed = F.pad(signed, pads) if any(pads) else signed
+    of_segments = signed.view(num, -1, SEGMENT // K, K).sum(2)
+    first = offset // SEGMENT
+    turned = order[first : first + of_segments.shape[1]].expand_as(of_segments)
+    sketches = of_segments.gather(2, turned).sum(1)
+    # blocks take turns, too, so that equal blocks do not meet
     turns = torch.arange(block, block + num, device=rows.device)[:, None]
-    order = (torch.arange(K, device=rows.device) - turns) % K
-    sketch = (sketches.gather(1, order) * (1 - 2 * (blocks < 0).double())[:, None]).sum(0)
+    places = (torch.arange(K, device=rows.device) - turns) % K
+    sketch = (sketches.gather(1, places) * (1 - 2 * (blocks < 0).double())[:, None]).sum(0)
     numbers = torch.cat([values.square().sum().view(1), sketch])
     return torch.cat([bits.view(1), numbers.view(torch.int64)])
 
 
 @lru_cache(maxsize=4)
-def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The odd numbers and the signs of the elements of a block."""
+def _tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The odd numbers and the signs of the elements of a block; by segment, the element
+    that is added to each number of a sketch.
+    """
     odd = torch.tensor([_mixed(~i) | 1 for i in range(BLOCK)])
-    return odd.to(device), (1 - 2 * (odd < 0).double()).to(device)
+    turns = torch.tensor([_mixed(-BLOCK - i) % K for i in range(BLOCK // SEGMENT)])
+    order = (torch.arange(K) - turns[:, None]) % K
+    return odd.to(device), (1 - 2 * (odd < 0).double()).to(device), order.to(device)
 
 
 def _mixed(number: int) -> int:
