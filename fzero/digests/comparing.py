@@ -53,8 +53,9 @@ class Part(NamedTuple):
         unit, tensor: of the model; "" for a number.
         is_same: whether the bits are equal.
         relative: the norm of the difference over the larger norm, estimated from
-            sketches (to 13 % for one tensor; exact for a number); NaN where only one of
-            the runs is finite.
+            sketches (to 13 % for one tensor; exact for a number); NaN where a run is
+            not finite.
+        of_all: the norm of the difference over that of all tensors of the quantity.
         square, norm: the estimated square of the difference, and the larger norm.
     """
 
@@ -64,6 +65,7 @@ class Part(NamedTuple):
     tensor: str
     is_same: bool
     relative: float
+    of_all: float
     square: float
     norm: float
 
@@ -88,7 +90,9 @@ class Difference:
         tolerance: relative differences up to it count as rounding.
         notes: what is in one of the runs only.
         first: the first part with different bits; None if all bits are equal.
-        beyond: the first part that differs by more than the tolerance.
+        beyond: the first part that differs by more than the tolerance, and by more than
+            a hundredth of it of all tensors of its quantity. (A gradient that is 0 but
+            for rounding, as of a bias before BatchNorm, is as different as can be.)
     """
 
     a: Recording
@@ -107,7 +111,7 @@ class Difference:
         return next((x for x in self.parts if not x.is_same and not self._is_small(x)), None)
 
     def _is_small(self, part: Part) -> bool:
-        return part.relative <= self.tolerance
+        return part.relative <= self.tolerance or part.of_all <= self.tolerance / 100
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -365,7 +369,8 @@ def _numbers(x: Recorded, y: Recorded, name: str) -> Iterator[Part]:
     is_same = a == b or (math.isnan(a) and math.isnan(b))
     size = max(abs(a), abs(b))
     relative = 0.0 if is_same else _ratio(abs(a - b), size)
-    yield Part(x.step, name, "", "", is_same, relative, 0.0 if is_same else (a - b) ** 2, size)
+    square = 0.0 if is_same else (a - b) ** 2
+    yield Part(x.step, name, "", "", is_same, relative, relative, square, size)
 
 
 def _tensors(
@@ -379,9 +384,12 @@ def _tensors(
         names.reverse()  # a backward begins at the end
         if (x.clip is None) != (y.clip is None):  # one has clipped gradients, the other not
             factors = (1.0 if x.clip is None else x.clip, 1.0 if y.clip is None else y.clip)
-    for name in names:
-        one, other = (s.get(name, ZERO) for s in (a, b))
-        yield _of_tensor(x.step, quantity, units[name], name, one, other, factors)
+    pairs = {name: (a.get(name, ZERO), b.get(name, ZERO)) for name in names}
+    whole = math.sqrt(sum(max(p.times(f).square for p, f in zip(pair, factors, strict=True))
+                          for pair in pairs.values()))  # fmt: skip
+    for name, (one, other) in pairs.items():
+        part = _of_tensor(x.step, quantity, units[name], name, one, other, factors)
+        yield part._replace(of_all=_ratio(math.sqrt(part.square), whole))
 
 
 def _of_tensor(
@@ -389,11 +397,11 @@ def _of_tensor(
 ) -> Part:
     is_same = a.bits == b.bits and factors == (1.0, 1.0)
     if is_same:
-        return Part(step, quantity, unit, name, True, 0.0, 0.0, a.norm)
+        return Part(step, quantity, unit, name, True, 0.0, 0.0, 0.0, a.norm)
     a, b = a.times(factors[0]), b.times(factors[1])
     distance, norm = a.distance(b), max(a.norm, b.norm)
     relative = _ratio(distance, norm)
-    return Part(step, quantity, unit, name, False, relative, distance**2, norm)
+    return Part(step, quantity, unit, name, False, relative, relative, distance**2, norm)
 
 
 def _ratio(distance: float, norm: float) -> float:
