@@ -83,7 +83,7 @@ def train(optimizer, num_ranks: int, num_steps: int, folder: str) -> list[float]
 
 
 def main() -> None:
-    options = parse(__doc__.partition("\n\n")[0], steps=8)
+    options = parse(__doc__.partition("\n\n")[0], steps=6)
     found: dict[str, Difference] = {}
     for name, optimizer in OPTIMIZERS.items():
         law = law_broken_by(optimizer)
