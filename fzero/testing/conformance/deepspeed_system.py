@@ -36,6 +36,7 @@ def config_of(setup: Setup) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": setup.precision == "bf16"},
         "fp16": fp16,
+        "communication_data_type": "fp32",
         **({} if setup.precision == "fp32" else {"data_types": {"grad_accum_dtype": "fp32"}}),
     }
 

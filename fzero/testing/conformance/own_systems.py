@@ -9,9 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
-
 import fzero
 from fzero.simulation import stacked
 from fzero.testing.conformance.engine_trainer import EngineTrainer
@@ -32,12 +29,14 @@ def config_of(setup: Setup) -> dict[str, Any]:
         "zero_optimization": {"stage": setup.stage, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": setup.precision == "bf16"},
         "fp16": fp16,
-        "data_types": {"grad_accum_dtype": "fp32"},
+        "data_types": {"grad_accum_dtype": "fp32", "reduce_dtype": "fp32"},
     }
 
 
-def make_step(setup: Setup, mesh: Any, compile: Literal["step"] | None) -> fzero.TrainStep:
-    """The step of a training."""
+def make_step(
+    setup: Setup, mesh: Any, compile: Literal["step"] | None, after: Any = None
+) -> fzero.TrainStep:
+    """The step of a training; `after` says when the states of a checkpoint begin."""
     options, count, rates = dict(setup.options), setup.count, setup.rates
     lr = options["lr"]
     more: dict[str, Any] = {}
@@ -54,17 +53,24 @@ def make_step(setup: Setup, mesh: Any, compile: Literal["step"] | None) -> fzero
         mesh=mesh,
         compile=compile,
         compile_backend="aot_eager",
+        after=after,
         **{"loss_fn": setup.loss} | more,
     )
 
 
 class StepTrainer:
-    """`make_train_step` on this rank, or `simulate` of it on all ranks."""
+    """`make_train_step` on this rank, or `simulate` of it on all ranks.
 
-    def __init__(self, setup: Setup, step: Any, *, rank: int | None) -> None:
-        self._step, self._rank, self._state = step, rank, step.init()
+    Args:
+        make: makes the step, for the argument `after` of `make_train_step`.
+        rank: None where the step is that of all ranks.
+    """
+
+    def __init__(self, setup: Setup, make: Callable[[Any], Any], *, rank: int | None) -> None:
+        self._make, self._rank = make, rank
+        self._step = make(None)
+        self._state = self._step.init()
         self._norm = Norm(float("nan"), 2.0**setup.scale_power)
-        self._micro_steps = setup.micro_steps
 
     def _own(self, batches: Batches) -> list[Any]:
         """The micro-batches of this rank, or of all ranks."""
@@ -93,25 +99,30 @@ class StepTrainer:
         fzero.save(self._state, folder, step=self._step)
 
     def load(self, folder: Path) -> int:
+        # parameters that the checkpoint's job did not train: docs/recipes/freezing.md
+        self._step = self._make(fzero.checkpoint.starts(folder))
         self._state = fzero.load(folder, step=self._step).state
         return int(self._state.step.reshape(-1)[0].item())
 
 
 def by_step(setup: Setup, rank: int, world_size: int) -> Trainer:
     """The eager step."""
-    return StepTrainer(setup, make_step(setup, None, None), rank=rank)
+    return StepTrainer(setup, lambda after: make_step(setup, None, None, after), rank=rank)
 
 
 def by_graph(setup: Setup, rank: int, world_size: int) -> Trainer:
     """The step as one graph."""
-    return StepTrainer(setup, make_step(setup, None, "step"), rank=rank)
+    return StepTrainer(setup, lambda after: make_step(setup, None, "step", after), rank=rank)
 
 
 def by_simulation(setup: Setup, rank: int, world_size: int) -> Trainer:
     """All ranks in this process."""
     axis = fzero.comms.AbstractAxis("data", world_size)
-    step = fzero.simulate(make_step(setup, axis, None), world_size, by="lockstep")
-    return StepTrainer(setup, step, rank=None)
+
+    def make(after: Any) -> Any:
+        return fzero.simulate(make_step(setup, axis, None, after), world_size)
+
+    return StepTrainer(setup, make, rank=None)
 
 
 def by_engine(setup: Setup, rank: int, world_size: int) -> Trainer:
@@ -119,16 +130,20 @@ def by_engine(setup: Setup, rank: int, world_size: int) -> Trainer:
     return EngineTrainer(setup, config_of(setup), fzero.deepspeed, rank, world_size)
 
 
+def version() -> str:
+    return fzero.__version__
+
+
 ALL = (0, 1, 2, 3)
 OWN_SYSTEMS = (
-    System("fzero", by_step, ALL, lambda: fzero.__version__),
-    System("fzero-engine", by_engine, ALL, lambda: fzero.__version__),
+    System("fzero", by_step, ALL, version),
+    System("fzero-engine", by_engine, ALL, version),
     System(
         "fzero-captured",
         by_graph,
         ALL,
-        lambda: fzero.__version__,
+        version,
         aside="compile='step', compile_backend='aot_eager': the scheduled graph, without generated code",
     ),
-    System("fzero-simulated", by_simulation, ALL, lambda: fzero.__version__, in_one_process=True),
+    System("fzero-simulated", by_simulation, ALL, version, in_one_process=True),
 )

@@ -98,15 +98,17 @@ def training_after_an_overflow(lab: Lab) -> None:
     check_near(trainer.weights(), expected, "those of training without it", rounding=2e-4)
 
 
-@law("the scale is halved by an overflow, and doubles after growth_interval updates", AMP)
+@law("the scale is halved by an overflow, and doubles every growth_interval updates", AMP)
 def history_of_the_loss_scale(lab: Lab) -> None:
-    trainer = lab.make(replace(FP16, scale_window=2))
-    found, expected = [], [64.0, 128.0, 64.0, 64.0, 128.0]
-    for index, is_over in enumerate((False, False, True, False, False)):
-        trainer.step(overflowing(lab, index) if is_over else lab.batches(index))
+    trainer = lab.make(replace(FP16, scale_window=3))
+    found = [64.0]
+    for index in range(8):
+        trainer.step(overflowing(lab, index) if index == 7 else lab.batches(index))
         found.append(trainer.norm().loss_scale)
-    if found != expected:
-        raise Broken(f"the scales are {found}, must be {expected}")
+    # some count the updates after the first one
+    histories = ([64.0] * skew + [64.0] * 3 + [128.0] * 3 + [256.0] * 3 for skew in (0, 1))
+    if all(found != [*history[:8], history[7] / 2] for history in histories):
+        raise Broken(f"the scales are {found}, must double every 3 updates, and be halved at last")
 
 
 @law("gradients are unscaled by the scale that their loss was multiplied by", AMP)
@@ -143,17 +145,17 @@ def overflow_keeps_the_rate(lab: Lab) -> None:
 @law("micro-steps accumulate in fp32", "deepspeed.ai/docs/config-json, data_types.grad_accum_dtype")
 def accumulation_in_fp32(lab: Lab) -> None:
     setup = Setup(
-        Net, large_then_small, options=(("lr", 1.0),), precision="bf16", micro_steps=9
+        Net, large_then_small, options=(("lr", 1.0),), precision="bf16", micro_steps=8
     )
     trainer = lab.make(setup)
     before = trainer.weights()["outlet.bias"]
-    batches = lab.batches(0, micro_steps=9)
+    batches = lab.batches(0, micro_steps=8)
     for own in batches:
         for micro, batch in enumerate(own):
             batch[:, 0] = 100.0 if micro == 0 else 0.25
     trainer.step(batches)
     # bf16 has 8 bits: added to 100 one by one, each 0.25 would be lost
-    expected = {"outlet.bias": before - (100 + 8 * 0.25) / 9}
+    expected = {"outlet.bias": before - (100 + 7 * 0.25) / 8}
     check_near(trainer.weights(), expected, "the bias after a sum in fp32", rounding=1e-5)
 
 
