@@ -25,9 +25,7 @@ from fzero.testing.conformance.models import Net
 from fzero.testing.conformance.training import Batches, Setup
 
 SGD = Setup(Net, options=(("lr", 0.1), ("momentum", 0.9)))
-ADAMW = Setup(
-    Net, optimizer="AdamW", options=(("lr", 0.01), ("eps", 1e-3), ("weight_decay", 0.1))
-)
+ADAMW = Setup(Net, optimizer="AdamW", options=(("lr", 0.01), ("eps", 1e-3), ("weight_decay", 0.1)))
 """With an eps by which rounding is not amplified."""
 
 
@@ -53,7 +51,10 @@ def stages_agree(lab: Lab) -> None:
     check_near(own, first, f"those of stage {lab.system.stages[0]}")
 
 
-@law("the training batch is micro-batch × accumulation steps × ranks", "deepspeed.ai/docs/config-json")
+@law(
+    "the training batch is micro-batch × accumulation steps × ranks",
+    "deepspeed.ai/docs/config-json",
+)
 def accumulation(lab: Lab) -> None:
     several = lab.trained(replace(SGD, micro_steps=3), range(3)).weights()
     plain = Plain(SGD)
@@ -136,7 +137,9 @@ def weights_equal_on_all_ranks(lab: Lab) -> None:
         check_bits(own, torch.load(lab.folder / f"{other}.pt"), f"those of rank {other}")
 
 
-@law("the state of rank 0 is broadcast to all ranks when training begins", DDP, needs_processes=True)
+@law(
+    "the state of rank 0 is broadcast to all ranks when training begins", DDP, needs_processes=True
+)
 def first_weights_are_those_of_rank_0(lab: Lab) -> None:
     lab.check_plain(replace(SGD, differs_by_rank=True), 2)
 

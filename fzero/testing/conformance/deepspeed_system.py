@@ -7,7 +7,6 @@ number of ranks are universal ones, as its tutorial makes them.
 from __future__ import annotations
 
 import importlib.metadata
-from pathlib import Path
 from typing import Any
 
 from fzero.testing.conformance.engine_trainer import EngineTrainer

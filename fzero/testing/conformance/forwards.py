@@ -18,7 +18,7 @@ from fzero.testing.conformance.laws import (
     check_near,
     law,
 )
-from fzero.testing.conformance.models import OUTPUTS, Checkpointed, Dropped, Net, ReEntrant
+from fzero.testing.conformance.models import OUTPUTS, Body, Checkpointed, Dropped, ReEntrant
 from fzero.testing.conformance.training import Setup, mse
 
 CHECKPOINT = f"torch.utils.checkpoint, {TORCH}"
@@ -31,7 +31,9 @@ def siamese(model: nn.Module, batch: Tensor) -> Tensor:
     return mse(model, batch) - 0.1 * distance
 
 
-@law("a loss may call the model several times", "Hadsell et al., Dimensionality Reduction, CVPR 2006")
+@law(
+    "a loss may call the model several times", "Hadsell et al., Dimensionality Reduction, CVPR 2006"
+)
 def several_forwards_in_one_loss(lab: Lab) -> None:
     lab.check_plain(replace(SGD, loss=siamese))
 
@@ -57,7 +59,10 @@ def tangent(model: nn.Module, batch: Tensor) -> Tensor:
     return found
 
 
-@law("a loss may contain a directional derivative (algorithm 1)", "Geng et al., MeanFlow, arXiv:2505.13447")
+@law(
+    "a loss may contain a directional derivative (algorithm 1)",
+    "Geng et al., MeanFlow, arXiv:2505.13447",
+)
 def jvp_in_the_loss(lab: Lab) -> None:
     lab.check_plain(replace(SGD, loss=tangent))
 
@@ -135,7 +140,7 @@ def generation(lab: Lab) -> None:
     check_close(found, sum(own) / len(own), "the weighted sum of tokens")
 
 
-class LayerDrop(Net):
+class LayerDrop(Body):
     """Skips its second block where the first feature of the first row says so."""
 
     def forward(self, x_BF: Tensor) -> Tensor:
@@ -160,7 +165,10 @@ def a_block_that_is_skipped_in_some_updates(lab: Lab) -> None:
     check_near(trainer.weights(), plain.weights(), "those of the plain loop")
 
 
-@law("rows of one batch may have another size in the next update", f"torch.utils.data, drop_last, {TORCH}")
+@law(
+    "rows of one batch may have another size in the next update",
+    f"torch.utils.data, drop_last, {TORCH}",
+)
 def batches_of_several_sizes(lab: Lab) -> None:
     trainer, plain = lab.make(SGD), Plain(SGD)
     for index, rows in enumerate((4, 2, 5)):

@@ -71,7 +71,11 @@ def bytes_sent_are_those_of_the_paper(lab: Lab) -> None:
         raise Broken(f"a rank sends {sent:.2f} Ψ per update, must be {expected} Ψ")
 
 
-@law("stage 3 holds 1/W of parameters, gradients and states (§5, figure 1)", ZERO, needs_processes=True)
+@law(
+    "stage 3 holds 1/W of parameters, gradients and states (§5, figure 1)",
+    ZERO,
+    needs_processes=True,
+)
 def memory_is_that_of_the_paper(lab: Lab) -> None:
     numel = sum(p.numel() for p in Wide().parameters())
     gc.collect()

@@ -173,9 +173,7 @@ ROUNDING = 1e-5
 """A few updates in fp32 that add in another order differ by less, in weights below 1."""
 
 
-def check_near(
-    found: Weights, expected: Weights, what: str, rounding: float = ROUNDING
-) -> None:
+def check_near(found: Weights, expected: Weights, what: str, rounding: float = ROUNDING) -> None:
     """Raises unless the expected tensors were found, up to rounding."""
     for name, value in expected.items():
         if name not in found:

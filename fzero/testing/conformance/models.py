@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,8 +14,8 @@ from fzero.testing.conformance.laws import FEATURES
 WIDTH, OUTPUTS = 7, 3
 
 
-class Net(nn.Module):
-    """Two blocks between two layers; (rows, FEATURES) → (rows, OUTPUTS)."""
+class Body(nn.Module):
+    """Two blocks between two layers, for forwards (rows, FEATURES) → (rows, OUTPUTS)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,6 +28,10 @@ class Net(nn.Module):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return x
+
+
+class Net(Body):
+    """One layer after the other."""
 
     def forward(self, x_BF: Tensor) -> Tensor:
         y: Tensor = self.outlet(self.hidden(x_BF))
@@ -51,9 +57,11 @@ class TiedNet(nn.Module):
 
 
 class Around(nn.Module):
-    """`Net` and a tensor `extra`, which the loss uses: each kind of parameter is one
-    class below.
+    """`Net` and a parameter `extra` of some kind; a subclass says in `used` how the
+    forward uses it.
     """
+
+    used: Callable[[], Tensor]
 
     def __init__(self, extra: Tensor) -> None:
         super().__init__()
@@ -65,12 +73,8 @@ class Around(nn.Module):
         y: Tensor = self.net(x_BF)
         return y * (1 + self.used().to(y.dtype))
 
-    def used(self) -> Tensor:
-        """A 0-d tensor."""
-        return self.extra.float().square().mean()
 
-
-class Repeated(Net):
+class Repeated(Body):
     """One block is called three times in a forward."""
 
     def forward(self, x_BF: Tensor) -> Tensor:
@@ -81,7 +85,7 @@ class Repeated(Net):
         return y
 
 
-class Dropped(Net):
+class Dropped(Body):
     """With dropout before the last layer."""
 
     def forward(self, x_BF: Tensor) -> Tensor:
@@ -89,7 +93,7 @@ class Dropped(Net):
         return y
 
 
-class Normed(Net):
+class Normed(Body):
     """With a BatchNorm, whose running means are buffers."""
 
     def __init__(self) -> None:
@@ -101,7 +105,7 @@ class Normed(Net):
         return y
 
 
-class Checkpointed(Net):
+class Checkpointed(Body):
     """Each block under activation checkpointing."""
 
     re_entrant = False
@@ -120,7 +124,7 @@ class ReEntrant(Checkpointed):
     re_entrant = True
 
 
-class Experts(Net):
+class Experts(Body):
     """A row runs through one of two blocks; rows of the first rank never reach the
     second.
     """

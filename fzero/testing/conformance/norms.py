@@ -122,7 +122,6 @@ def rate_counts_no_micro_steps(lab: Lab) -> None:
     lab.check_plain(replace(ADAMW, rates=halved, micro_steps=3))
 
 
-
 @law("options of a parameter group override those of the optimizer", f"torch.optim, {TORCH}")
 def parameter_groups(lab: Lab) -> None:
     groups = (("bias", (("weight_decay", 0.0), ("lr", 0.02))),)

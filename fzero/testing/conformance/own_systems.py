@@ -5,7 +5,7 @@ process.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,9 +47,7 @@ def make_step(
     return fzero.make_train_step(
         setup.model(),
         {**config_of(setup), "optimizer": {"type": setup.optimizer, "params": options}},
-        param_groups=[
-            {"params": re.escape(piece), **dict(own)} for piece, own in setup.groups
-        ],
+        param_groups=[{"params": re.escape(piece), **dict(own)} for piece, own in setup.groups],
         mesh=mesh,
         compile=compile,
         compile_backend="aot_eager",

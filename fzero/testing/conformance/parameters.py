@@ -158,6 +158,9 @@ class Scalar(Around):
     def __init__(self) -> None:
         super().__init__(torch.tensor(0.5))
 
+    def used(self) -> Tensor:
+        return self.extra.square().mean()
+
 
 @law("a parameter may have no dimension", PARAMETER)
 def zero_dimensional_parameters(lab: Lab) -> None:
@@ -169,6 +172,9 @@ class OneElement(Around):
 
     def __init__(self) -> None:
         super().__init__(torch.tensor([0.5]))
+
+    def used(self) -> Tensor:
+        return self.extra.square().mean()
 
 
 @law("a parameter may have fewer elements than there are ranks", PARAMETER)
@@ -201,7 +207,10 @@ class Complex(Around):
         return (self.extra * (1 - 2j)).real.square().mean()
 
 
-@law("gradients of complex parameters are those of their real and imaginary parts", f"Complex numbers, {TORCH}")
+@law(
+    "gradients of complex parameters are those of their real and imaginary parts",
+    f"Complex numbers, {TORCH}",
+)
 def complex_parameters(lab: Lab) -> None:
     check_kind(lab, Complex, "extra")
 
@@ -211,6 +220,9 @@ class Double(Around):
 
     def __init__(self) -> None:
         super().__init__(torch.linspace(0.1, 0.9, 5, dtype=torch.float64))
+
+    def used(self) -> Tensor:
+        return self.extra.square().mean()
 
 
 @law("parameters of one model may have several dtypes", PARAMETER)

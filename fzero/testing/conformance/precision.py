@@ -144,9 +144,7 @@ def overflow_keeps_the_rate(lab: Lab) -> None:
 
 @law("micro-steps accumulate in fp32", "deepspeed.ai/docs/config-json, data_types.grad_accum_dtype")
 def accumulation_in_fp32(lab: Lab) -> None:
-    setup = Setup(
-        Net, large_then_small, options=(("lr", 1.0),), precision="bf16", micro_steps=8
-    )
+    setup = Setup(Net, large_then_small, options=(("lr", 1.0),), precision="bf16", micro_steps=8)
     trainer = lab.make(setup)
     before = trainer.weights()["outlet.bias"]
     batches = lab.batches(0, micro_steps=8)

@@ -12,8 +12,10 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fzero.testing.conformance.laws import Broken, Lab, Law, NotApplicable
+from fzero.testing.conformance.laws import LAWS, Broken, Lab, Law, NotApplicable
 from fzero.testing.conformance.training import Refused, System
 
 Mark = Literal["right", "wrong", "refused", "-"]
@@ -90,7 +92,9 @@ class Ranks:
         answers: dict[int, tuple[Mark, str]] = {}
         ends = time.monotonic() + self._seconds
         while len(answers) < num_asked:
-            waiting = [pipe for rank, pipe in enumerate(self._pipes[:num_asked]) if rank not in answers]
+            waiting = [
+                pipe for rank, pipe in enumerate(self._pipes[:num_asked]) if rank not in answers
+            ]
             ready = wait(waiting, timeout=max(0.0, ends - time.monotonic()))
             for rank in map(self._pipes.index, ready):
                 try:
@@ -139,6 +143,56 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def try_laws(
+    system: System, laws: Iterable[Law], num_ranks: int = 2, *, seconds: float = 60.0
+) -> Iterator[Result]:
+    """The result of each law, as it is tried.
+
+    Args:
+        num_ranks: at least 2 processes.
+        seconds: after which a law counts as hanging.
+    """
+    if num_ranks < 2:
+        raise ValueError(
+            f"ranks: must be at least 2, for laws of what ranks do together, got {num_ranks}; pass "
+            f"2"
+        )
+    ranks = Ranks(system, num_ranks, seconds=seconds)
+    try:
+        for law in laws:
+            yield ranks.try_law(law)
+    finally:
+        ranks.close()
+
+
+def check_system(
+    system: System,
+    laws: Iterable[Law] = (),
+    *,
+    num_ranks: int = 2,
+    seconds: float = 60.0,
+    refused: Collection[str] = (),
+) -> None:
+    """Raises if a system breaks a law of data-parallel training, on real processes.
+
+    Args:
+        system: its `make` must be importable: ranks are new processes.
+        laws: which to try; none means all of `LAWS`.
+        seconds: after which a law counts as hanging.
+        refused: the names of laws that the system may refuse by an error.
+
+    Raises:
+        AssertionError: names each broken law, and what was found.
+    """
+    faults = [
+        f"{result.law} (stage {result.stage}): {result.note}"
+        for result in try_laws(system, laws or LAWS.values(), num_ranks, seconds=seconds)
+        if result.mark == "wrong" or (result.mark == "refused" and result.law not in refused)
+    ]
+    if faults:
+        raise AssertionError(f"{system.name} breaks {len(faults)} laws:\n" + "\n".join(faults))
+
+
 def _serve(
     pipe: Connection, rank: int, num_ranks: int, store: str, log: str, seconds: float
 ) -> None:
@@ -166,8 +220,7 @@ def _serve(
 
 def try_here(name: str, lab: Lab, *, is_second: bool = False) -> tuple[Mark, str]:
     """The mark of a law on this rank."""
-    from fzero.testing.conformance import LAWS
-
+    import_module("fzero.testing.conformance")  # all laws
     law = LAWS[name]
     part = law.then if is_second else law.try_
     assert part is not None

@@ -103,7 +103,10 @@ class TorchTrainer:
         return float(loss.item())
 
     def weights(self) -> Weights:
-        named = {**dict(self._parts.model.named_parameters()), **dict(self._parts.model.named_buffers())}
+        named = {
+            **dict(self._parts.model.named_parameters()),
+            **dict(self._parts.model.named_buffers()),
+        }
         return {
             name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
             for name, x in named.items()
@@ -208,7 +211,7 @@ def fsdp2(setup: Setup, rank: int, world_size: int) -> Trainer:
         yield
 
     def write(folder: Path, rest: dict[str, Any]) -> None:
-        """"Getting Started with Distributed Checkpoint", PyTorch's tutorials."""
+        """ "Getting Started with Distributed Checkpoint", PyTorch's tutorials."""
         weights, moments = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
         if rank == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -155,6 +156,10 @@ class System:
     preload: tuple[str, ...] = ()
     in_one_process: bool = False
     aside: str = ""
+
+    def is_here(self) -> bool:
+        """Whether the modules that it needs are installed."""
+        return all(find_spec(module) is not None for module in self.preload)
 
 
 class GeneratorState:
