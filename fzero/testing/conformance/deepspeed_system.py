@@ -7,6 +7,7 @@ number of ranks are universal ones, as its tutorial makes them.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from typing import Any
 
 from fzero.testing.conformance.engine_trainer import EngineTrainer
@@ -42,10 +43,8 @@ def config_of(setup: Setup) -> dict[str, Any]:
 
 def make(setup: Setup, rank: int, world_size: int) -> Trainer:
     """`deepspeed.initialize`."""
-    import os
-
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
-    import deepspeed
+    import deepspeed  # type: ignore[import-untyped]
 
     # or every run would compile it
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

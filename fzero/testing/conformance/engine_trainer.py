@@ -4,6 +4,7 @@ calls.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fzero.testing.conformance.training import (
     Setup,
     Weights,
     agreed_mean,
+    dead_rank_named,
 )
 
 
@@ -52,6 +54,10 @@ class EngineTrainer:
         return engine
 
     def step(self, batches: Batches, *, update: bool = True) -> float:
+        with nullcontext() if self._package.__name__.startswith("fzero") else dead_rank_named():
+            return self._step(batches, update=update)
+
+    def _step(self, batches: Batches, *, update: bool) -> float:
         own, engine, setup = batches[self._rank], self._engine, self._setup
         if not update:
             engine.eval()

@@ -85,12 +85,12 @@ def checkpointing_of_micro_steps(lab: Lab) -> None:
 @law("models of one job are trained each by its own loss", "Goodfellow et al., arXiv:1406.2661")
 def two_models(lab: Lab) -> None:
     setups = (SGD, replace(ADAMW, loss=siamese))
-    both = [lab.make(setup) for setup in setups]
-    plain = [Plain(setup) for setup in setups]
+    pairs = [(lab.make(setup), Plain(setup)) for setup in setups]
     for index in range(3):
-        for one in (*both, *plain):
-            one.step(lab.batches(index))
-    for trainer, loop in zip(both, plain, strict=True):
+        for trainer, loop in pairs:
+            trainer.step(lab.batches(index))
+            loop.step(lab.batches(index))
+    for trainer, loop in pairs:
         check_near(trainer.weights(), loop.weights(), "those of its own plain loop")
 
 

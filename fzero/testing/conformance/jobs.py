@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fzero.testing.conformance.averages import ADAMW, SGD
-from fzero.testing.conformance.laws import DDP, TORCH, ZERO, Broken, Lab, law
-from fzero.testing.conformance.models import FEATURES, OUTPUTS, Net
+from fzero.testing.conformance.laws import DDP, FEATURES, TORCH, ZERO, Broken, Lab, law
+from fzero.testing.conformance.models import OUTPUTS, Net
 from fzero.testing.conformance.training import Setup
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import fzero
+import fzero.deepspeed as deepspeed
 from fzero.simulation import stacked
 from fzero.testing.conformance.engine_trainer import EngineTrainer
 from fzero.testing.conformance.training import Batches, Norm, Setup, System, Trainer, Weights
@@ -68,6 +69,8 @@ class StepTrainer:
         self._make, self._rank = make, rank
         self._step = make(None)
         self._state = self._step.init()
+        if rank is not None:
+            self._step.spec.model.to("meta")  # frees the module's own weights (`TrainStep`)
         self._norm = Norm(float("nan"), 2.0**setup.scale_power)
 
     def _own(self, batches: Batches) -> list[Any]:
@@ -125,7 +128,7 @@ def by_simulation(setup: Setup, rank: int, world_size: int) -> Trainer:
 
 def by_engine(setup: Setup, rank: int, world_size: int) -> Trainer:
     """DeepSpeed's loop on fzero's engine."""
-    return EngineTrainer(setup, config_of(setup), fzero.deepspeed, rank, world_size)
+    return EngineTrainer(setup, config_of(setup), deepspeed, rank, world_size)
 
 
 def version() -> str:

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from fzero.testing.conformance.laws import LAWS, Broken, Lab, Law, NotApplicable
 from fzero.testing.conformance.training import Refused, System
@@ -204,7 +205,7 @@ def _serve(
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, num_ranks),
+        store=FileStore(store, num_ranks),
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=seconds / 2),

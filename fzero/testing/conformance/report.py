@@ -20,7 +20,8 @@ INTRO = """# Laws of training, by system
 <!-- written by `fzero laws --write docs/reference/laws.md` -->
 
 A law is a sentence of a paper or of a documentation, and a program of some ten lines that tries it: a tiny model is
-trained on {ranks} processes (gloo), in each ZeRO stage of a system, and compared with a plain loop of one process, or with another run.
+trained on {ranks} processes (gloo), in each ZeRO stage of a system, and compared with a plain loop of one process,
+or with another run.
 ● right in all stages · ○ wrong · – refused with an error, which is below · empty: the law does not apply.
 
 A system is used as its own documentation says, with the calls that it recommends where they are needed (the adapters are

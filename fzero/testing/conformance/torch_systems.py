@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -30,6 +30,7 @@ from fzero.testing.conformance.training import (
     Trainer,
     Weights,
     agreed_mean,
+    dead_rank_named,
 )
 
 
@@ -72,6 +73,10 @@ class TorchTrainer:
         self._grad_norm = float("nan")
 
     def step(self, batches: Batches, *, update: bool = True) -> float:
+        with dead_rank_named():
+            return self._step(batches, update=update)
+
+    def _step(self, batches: Batches, *, update: bool) -> float:
         own, setup = batches[self._rank], self._setup
         if not update:
             self._parts.wrapped.eval()
@@ -86,7 +91,7 @@ class TorchTrainer:
             autocast = nullcontext() if self._dtype is None else torch.autocast("cpu", self._dtype)
             with self._parts.accumulating(index == len(own) - 1), autocast:
                 loss = setup.loss(self._parts.wrapped, batch) * share
-                self._scaler.scale(loss).backward()
+                self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._scaler.unscale_(self._parts.optimizer)
         params = [p for p in self._parts.model.parameters() if p.grad is not None]
         largest = setup.clip or float("inf")
@@ -198,7 +203,7 @@ def fsdp2(setup: Setup, rank: int, world_size: int) -> Trainer:
     whole = model.state_dict() if setup.differs_by_rank else None
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.precision)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    how = {"mesh": init_device_mesh("cpu", (world_size,)), "mp_policy": policy}
+    how: Any = {"mesh": init_device_mesh("cpu", (world_size,)), "mp_policy": policy}
     for module in (*getattr(model, "blocks", ()), model):
         fully_shard(module, reshard_after_forward=setup.stage == 3, **how)
     if whole is not None:
@@ -213,14 +218,18 @@ def fsdp2(setup: Setup, rank: int, world_size: int) -> Trainer:
     def write(folder: Path, rest: dict[str, Any]) -> None:
         """ "Getting Started with Distributed Checkpoint", PyTorch's tutorials."""
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+        dcp.save(  # type: ignore[attr-defined]
+            {"model": weights, "optimizer": moments}, checkpoint_id=folder
+        )
         if rank == 0:
             torch.save(rest, folder / "rest.pt")
 
     def read(folder: Path) -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer)
         rest = torch.load(folder / "rest.pt", weights_only=False)
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+        dcp.load(  # type: ignore[attr-defined]
+            {"model": weights, "optimizer": moments}, checkpoint_id=folder
+        )
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         return rest  # type: ignore[no-any-return]
 
@@ -228,7 +237,7 @@ def fsdp2(setup: Setup, rank: int, world_size: int) -> Trainer:
     return TorchTrainer(setup, parts, rank)
 
 
-def _broadcast(model: nn.Module, whole: dict[str, Tensor]) -> None:
+def _broadcast(model: nn.Module, whole: dict[str, Any]) -> None:
     """Rank 0's weights for all: "Loading a checkpoint", FSDP2's tutorial."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, whole, options=options)

@@ -6,8 +6,10 @@ own. So the same law runs on processes and on simulated ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -178,6 +180,19 @@ class GeneratorState:
         """Restores it, if this rank saved one."""
         if (folder / self._name).exists():
             torch.set_rng_state(torch.load(folder / self._name))
+
+
+@contextmanager
+def dead_rank_named() -> Iterator[None]:
+    """After a lost connection, the error that names the rank: "a host-side synchronization
+    that can … report ranks which did not respond" (`torch.distributed.monitored_barrier`).
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" in str(error):
+            torch.distributed.monitored_barrier(timeout=timedelta(seconds=5))
+        raise
 
 
 def agreed_mean(losses: Sequence[float]) -> float:
