@@ -19,6 +19,8 @@ from fzero.testing.conformance.training import (
     Weights,
     agreed_mean,
     dead_rank_named,
+    in_real_parts,
+    joined,
 )
 
 
@@ -38,7 +40,7 @@ class EngineTrainer:
         self._num_ranks = world_size
 
     def _made(self, config: dict[str, Any]) -> Any:
-        setup, model = self._setup, self._setup.model()
+        setup, model = self._setup, in_real_parts(self._setup.model())
         rates, scheduler = setup.rates, None
         if rates is not None:
 
@@ -83,7 +85,7 @@ class EngineTrainer:
             for name, param in module.named_parameters():
                 master = utils.safe_get_full_fp32_param(param)
                 found[name] = found[name] if master is None else master.detach().clone()
-        return found | {name: x.detach().clone() for name, x in module.named_buffers()}
+        return joined(found) | {name: x.detach().clone() for name, x in module.named_buffers()}
 
     def norm(self) -> Norm:
         grad_norm = self._engine.get_global_grad_norm()

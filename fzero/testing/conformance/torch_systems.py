@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -95,7 +96,9 @@ class TorchTrainer:
         self._scaler.unscale_(self._parts.optimizer)
         params = [p for p in self._parts.model.parameters() if p.grad is not None]
         largest = setup.clip or float("inf")
-        norm: Any = nn.utils.clip_grad_norm_(params, largest)
+        # a scaler skips what is not finite
+        raises = bool(setup.clip) and not self._scaler.is_enabled()
+        norm: Any = nn.utils.clip_grad_norm_(params, largest, error_if_nonfinite=raises)
         # of DTensors: FSDP2's tutorial, "Gradient clipping"
         self._grad_norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
         before = self._scaler.get_scale()
@@ -228,7 +231,9 @@ def fsdp2(setup: Setup, rank: int, world_size: int) -> Trainer:
         weights, moments = get_state_dict(model, optimizer)
         rest = torch.load(folder / "rest.pt", weights_only=False)
         dcp.load(  # type: ignore[attr-defined]
-            {"model": weights, "optimizer": moments}, checkpoint_id=folder
+            {"model": weights, "optimizer": moments},
+            checkpoint_id=folder,
+            planner=DefaultLoadPlanner(allow_partial_load=True),
         )
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         return rest  # type: ignore[no-any-return]

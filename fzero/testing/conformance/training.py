@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 Batches = Sequence[Sequence[Any]]
 """Micro-batches of one update, `batches[rank][micro_step]`."""
@@ -82,15 +83,14 @@ class Setup:
     stage: int = 0
 
     def grouped(self, named: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-        """The trained parameters as groups of torch.optim; the first has all that no
-        other takes.
+        """The parameters as groups of torch.optim, frozen ones too, as
+        `model.parameters()` has them; the first has all that no other takes.
         """
-        trained = {name: p for name, p in named.items() if p.requires_grad}
         pieces = [piece for piece, _ in self.groups]
-        rest = [p for name, p in trained.items() if not any(piece in name for piece in pieces)]
+        rest = [p for name, p in named.items() if not any(piece in name for piece in pieces)]
         groups: list[dict[str, Any]] = [{"params": rest}]
         for piece, options in self.groups:
-            taken = [p for name, p in trained.items() if piece in name]
+            taken = [p for name, p in named.items() if piece in name]
             groups.append({"params": taken, **dict(options)})
         return groups
 
@@ -162,6 +162,38 @@ class System:
     def is_here(self) -> bool:
         """Whether the modules that it needs are installed."""
         return all(find_spec(module) is not None for module in self.preload)
+
+
+class _Joined(nn.Module):
+    """A complex tensor from its real and its imaginary part."""
+
+    def forward(self, real: Tensor, imag: Tensor) -> Tensor:
+        return torch.complex(real, imag)
+
+    def right_inverse(self, whole: Tensor) -> tuple[Tensor, Tensor]:
+        return whole.real.contiguous(), whole.imag.contiguous()
+
+
+def in_real_parts(model: nn.Module) -> nn.Module:
+    """The model, in which complex parameters are joined from real ones, as the error of a
+    system recommends that trains real ones only (`torch.nn.utils.parametrize`).
+    """
+    for module in list(model.modules()):
+        for name, param in list(module.named_parameters(recurse=False)):
+            if param.is_complex():
+                parametrize.register_parametrization(module, name, _Joined(), unsafe=True)
+    return model
+
+
+def joined(weights: Weights) -> Weights:
+    """The weights of a model by the names that it had before `in_real_parts`."""
+    found = {name: x for name, x in weights.items() if "parametrizations." not in name}
+    for name in weights.keys() - found.keys():
+        if name.endswith(".original0"):
+            imag = weights[name.removesuffix("0") + "1"]
+            plain = name.replace("parametrizations.", "").removesuffix(".original0")
+            found[plain] = torch.complex(weights[name], imag)
+    return found
 
 
 class GeneratorState:
