@@ -234,6 +234,18 @@ class TrainStep:
         return self.runtime.ranks.size
 
     @property
+    def batch_rank(self) -> int:
+        """The number of this rank's part of a global batch. The ranks of a mesh axis "seq"
+        share one part; without this axis, `data_rank`.
+        """
+        return self.data_rank // self.plan.seq_size
+
+    @property
+    def num_batch_ranks(self) -> int:
+        """The number of parts of a global batch."""
+        return self.data_world_size // self.plan.seq_size
+
+    @property
     def program(self) -> GraphProgram | None:
         """The graphs of the step, with `compile="step"`."""
         runs = self.runtime.program

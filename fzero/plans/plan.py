@@ -28,6 +28,7 @@ from rich.console import Group
 
 from fzero.common.notebooks import as_html
 from fzero.common.text_tables import as_text
+from fzero.comms.mesh import unfolded
 from fzero.config.stages import STAGES, Stage, StageSpecs
 from fzero.plans import owned, report, traffic
 from fzero.plans.dataflow import CommHooks
@@ -67,6 +68,8 @@ class Plan:
         max_live: the largest number of gathered elements that are live after a
             prefetch; a single unit may exceed it.
         num_micro_steps: micro-batches in one step.
+        seq_size: the number of neighbouring ranks along "data" that share the tokens of
+            the same samples (the axis "seq" of the mesh that was given).
         max_reducing: see `UnitRules`.
         max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step
             (`PassOptions`); with None the compiled step chooses them.
@@ -92,6 +95,7 @@ class Plan:
     max_live: int
     max_reducing: int
     num_micro_steps: int = 1
+    seq_size: int = 1
     max_reuse_distance: int | None = None
     gather_bucket: int | None = None
     reduce_bucket: int | None = None
@@ -160,6 +164,11 @@ class Plan:
     def world_size(self) -> int:
         """The number of ranks W."""
         return self.mesh.size
+
+    @property
+    def ranks_mesh(self) -> Mesh:
+        """The ranks as they were given: with the axis "seq", if there is one."""
+        return self.mesh if self.seq_size == 1 else unfolded(self.mesh, self.seq_size)
 
     @property
     def num_shards(self) -> int:
@@ -365,10 +374,12 @@ class Plan:
             *report.traffic_lines(self.sent_by_axis, self.mesh),
             *owned.owner_lines(self.flat_buffers, self.owners, self.world_size),
         ]
+        if self.seq_size > 1:
+            lines.append(report.heads_line(self.seq_size))
         if self.comm_hooks:
             exact = self._sent(CommHooks(), traffic.in_bytes)
             lines += report.hook_lines(self.comm_hooks, self.sent_nbytes_by_axis, exact)
-        return Group(report.unit_table(self.units, self.mesh, stage=self.stage), *lines)
+        return Group(report.unit_table(self.units, self.mesh, stage=self.stage, ranks=self.ranks_mesh), *lines)
 
     def __str__(self) -> str:
         return as_text(self)

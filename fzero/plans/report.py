@@ -19,9 +19,11 @@ ByAxis = Mapping[str, Mapping[str, int]]
 """Elements or bytes that a rank sends, by axis and collective."""
 
 
-def unit_table(units: Sequence[UnitPlan], mesh: Mesh, *, stage: Stage) -> Table:
-    """One line for each flat buffer."""
-    table = Table(title=f"ZeRO stage {stage} on {describe(mesh)}", title_justify="left")
+def unit_table(
+    units: Sequence[UnitPlan], mesh: Mesh, *, stage: Stage, ranks: Mesh
+) -> Table:
+    """One line for each flat buffer; `ranks` is the mesh of the ranks in the title."""
+    table = Table(title=f"ZeRO stage {stage} on {describe(ranks)}", title_justify="left")
     table.add_column("unit")
     table.add_column("flat buffer")
     for column in ("parameters", "elements", "padding", "on a rank"):
@@ -82,6 +84,14 @@ def traffic_lines(sent: ByAxis, mesh: Mesh) -> Iterator[str]:
     for along, of_axis in lines.items():
         numels = ", ".join(f"{numel:,} in {name}" for name, numel in of_axis.items() if numel)
         yield f"elements that a rank sends{along} in a step: {numels or 'none'}"
+
+
+def heads_line(seq_size: int) -> str:
+    """The ranks that share the tokens of a sample."""
+    return (
+        f"attention: every {seq_size} neighbouring ranks share the tokens of a sample; step.explain"
+        f"(batch) counts the all-to-alls of activations"
+    )
 
 
 def hook_lines(hooks: object, sent_nbytes: ByAxis, exact_nbytes: ByAxis) -> Iterator[str]:

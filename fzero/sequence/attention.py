@@ -1,0 +1,168 @@
+"""`Swapping`: finds the calls of attention in a model, and makes them attend over the
+tokens of all ranks (`fzero.sequence.exchange`).
+
+It sees `F.scaled_dot_product_attention`, `nn.MultiheadAttention`, and transformers'
+"sdpa". Masks of transformers are made for the whole sequence by the registered function
+of `register`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from fzero.common.optional import package
+from fzero.sequence.exchange import attend, of_all_keys
+from fzero.sequence.parts import Part
+
+_NATIVE = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
+
+
+class Swapping(TorchFunctionMode):
+    """While it is active, attention is over the tokens of all ranks.
+
+    Args:
+        axis: the ranks that share tokens.
+        part: the part of the batch that the model computes with; None where the caller
+            has divided it.
+        may_count: whether the model may count its own tokens (`torch.arange`).
+    """
+
+    def __init__(self, axis: Any, part: Part | None, *, may_count: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.axis, self.part, self._may_count = axis, part, may_count
+        self._is_causal = False
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._multi_head(*args, **kwargs)
+        if func is torch.arange and not self._may_count:
+            self._check_count(*args, **kwargs)
+        if func in _NATIVE:
+            raise ValueError(
+                "ulysses: nn.TransformerEncoderLayer must not run as one kernel, which attends "
+                "to this rank's tokens alone, and did; call torch.backends.mha."
+                "set_fastpath_enabled(False)"
+            )
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        length = None if self.part is None else self.part.length
+        num_own = query.shape[-2]
+        if length is not None and num_own != -(-length // self.axis.size):
+            raise ValueError(
+                f"ulysses: attention must be over the tokens of the divided sequence, "
+                f"{-(-length // self.axis.size)} on a rank, got {num_own} queries; leave a model "
+                f"whose attention is over anything else (windows, patches) undivided"
+            )
+        if self._is_causal and attn_mask is not None:  # of padding, see `_multi_head`
+            num_tokens = num_own * self.axis.size
+            rows = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=query.device).tril()
+            if attn_mask.dtype != torch.bool:
+                attn_mask = attn_mask == 0
+            attn_mask = rows & of_all_keys(attn_mask[..., :1, :], self.axis)
+        how: dict[str, Any] = {"axis": self.axis, "length": length}
+        return attend(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **how
+        )
+
+    def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
+        """`nn.MultiheadAttention`, whose `is_causal` stands for the mask beside it."""
+        if kwargs.get("need_weights", True):
+            raise ValueError(
+                "ulysses: nn.MultiheadAttention must return no weights, which are of all tokens "
+                "and heads, got need_weights=True; pass need_weights=False"
+            )
+        is_causal = kwargs.get("is_causal", False)
+        if is_causal and kwargs.get("key_padding_mask") is not None:
+            kwargs |= {"attn_mask": None, "is_causal": False}
+            self._is_causal = True
+        try:
+            with self:
+                return F.multi_head_attention_forward(*args, **kwargs)
+        finally:
+            self._is_causal = False
+
+    def _check_count(self, *args: Any, **kwargs: Any) -> None:
+        if self.part is None:
+            return
+        num_own = -(-self.part.length // self.axis.size)
+        if args in ((num_own,), (0, num_own)) or kwargs.get("end") == num_own:
+            raise ValueError(
+                f"ulysses: a model must get the positions of its tokens with the batch, got "
+                f"torch.arange({num_own}), which is as long as the part of a rank and the same on "
+                f"all; divide position ids with the batch, or pass may_count=True if these are no "
+                f"positions"
+            )
+
+
+def active() -> Swapping | None:
+    """The mode that is active in this thread."""
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return next((mode for mode in reversed(stack) if isinstance(mode, Swapping)), None)
+
+
+# --- transformers ---------------------------------------------------------------------------------
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def register() -> None:
+    """Makes transformers ask here for the masks of "sdpa"; where no `Swapping` is active,
+    they are its own.
+    """
+    utils = package("transformers", needed_by="ulysses", module="transformers.masking_utils")
+    masks = utils.ALL_MASK_ATTENTION_FUNCTIONS
+    own = masks["sdpa"]
+    if getattr(own, "func", None) is not _mask:
+        masks.register("sdpa", partial(_mask, own, utils))
+
+
+def _mask(own: Callable[..., Tensor | None], utils: Any, *args: Any, **kwargs: Any) -> Any:
+    """The mask of transformers' attention, of the whole sequence where it is divided."""
+    mode = active()
+    if mode is None:
+        return own(*args, **kwargs)
+    part, size = mode.part, mode.axis.size
+    kwargs["q_length"] *= size
+    kwargs["kv_length"] *= size
+    kwargs["attention_mask"] = None if part is None else part.kept
+    if part is not None and part.packed is not None:
+        ids = utils.find_packed_sequence_indices(part.packed)
+        if ids is not None:
+            function = kwargs.get("mask_function", utils.causal_mask_function)
+            kwargs["mask_function"] = utils.packed_sequence_compatibility_function(
+                function, part.packed, ids
+            )
+            kwargs["allow_is_causal_skip"] = False
+    return own(*args, **kwargs)
