@@ -401,7 +401,7 @@ class VmapRanks(LockstepRanks):
         """The step of a single rank, without processes."""
         own = replace(self._spec, model=_twin(self._spec), compile=None)
         return TrainStep(
-            own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh)
+            own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.ranks_mesh)
         )
 
     def _make(self, compile: BackendName | None) -> TrainStep:

@@ -51,7 +51,7 @@ def explain(step: Explained, batch: Any, *, machine: MachineModel | None) -> Ste
         "a fzero.graph.MachineModel",
         "pass fzero.graph.MachineModel(flops=1e13), say",
     )
-    title = f"stage {step.plan.stage} on {describe(step.plan.mesh)}"
+    title = f"stage {step.plan.stage} on {describe(step.plan.ranks_mesh)}"
     if batch is None:
         graphs = step.program.compiled.graphs if step.program else []
         if step.program is None or not graphs:

@@ -274,7 +274,7 @@ def plan_comm(step: TrainStep, batch: Any) -> CommTrace:
 
 
 def _title(plan: Plan) -> str:
-    return f"what a rank sends in a step: ZeRO stage {plan.stage} on {describe(plan.mesh)}"
+    return f"what a rank sends in a step: ZeRO stage {plan.stage} on {describe(plan.ranks_mesh)}"
 
 
 _COLORS = {

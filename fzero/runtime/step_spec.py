@@ -319,7 +319,7 @@ class StepSpec(PlanSpec):
             "units": {unit.name: str(unit.numel) for unit in the_plan.units},
             "flat buffers": {b.key: ", ".join(b.layout.names) for b in the_plan.flat_buffers},
             "arguments": {
-                "mesh": str(the_plan.mesh),
+                "mesh": str(the_plan.ranks_mesh),
                 "schedule": self.schedule,
                 "optimizers": str(self.optimizers),
                 "updates": "; ".join(

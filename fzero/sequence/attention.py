@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,20 +26,39 @@ from fzero.sequence.parts import Part
 _NATIVE = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
 
 
+@dataclass
+class Now:
+    """The forward that runs, or whose backward runs.
+
+    Attributes:
+        part: the part of the batch; None where the caller has divided it.
+        is_running: whether the loss function runs.
+        packs: whether a model of transformers keeps several sequences in a row apart: it
+            does so without a cache.
+    """
+
+    part: Part | None = None
+    is_running: bool = False
+    packs: bool = True
+
+
 class Swapping(TorchFunctionMode):
     """While it is active, attention is over the tokens of all ranks.
 
     Args:
         axis: the ranks that share tokens.
-        part: the part of the batch that the model computes with; None where the caller
-            has divided it.
+        now: the forward that runs.
         may_count: whether the model may count its own tokens (`torch.arange`).
     """
 
-    def __init__(self, axis: Any, part: Part | None, *, may_count: bool) -> None:
+    def __init__(self, axis: Any, now: Now, *, may_count: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.axis, self.part, self._may_count = axis, part, may_count
+        self.axis, self.now, self._may_count = axis, now, may_count
         self._is_causal = False
+
+    @property
+    def part(self) -> Part | None:
+        return self.now.part
 
     def __torch_function__(
         self,
@@ -157,12 +177,12 @@ def _mask(own: Callable[..., Tensor | None], utils: Any, *args: Any, **kwargs: A
     kwargs["q_length"] *= size
     kwargs["kv_length"] *= size
     kwargs["attention_mask"] = None if part is None else part.kept
-    if part is not None and part.packed is not None:
-        ids = utils.find_packed_sequence_indices(part.packed)
-        if ids is not None:
-            function = kwargs.get("mask_function", utils.causal_mask_function)
-            kwargs["mask_function"] = utils.packed_sequence_compatibility_function(
-                function, part.packed, ids
-            )
-            kwargs["allow_is_causal_skip"] = False
+    if part is not None and part.packed is not None and mode.now.packs:
+        begins = part.packed.diff(dim=-1, prepend=part.packed[:, :1] - 1) != 1
+        kwargs["mask_function"] = utils.packed_sequence_compatibility_function(
+            kwargs.get("mask_function", utils.causal_mask_function),
+            part.packed,
+            begins.cumsum(-1),
+        )
+        kwargs["allow_is_causal_skip"] = False
     return own(*args, **kwargs)

@@ -124,14 +124,14 @@ class Division:
             # of a mean over ranks each of the S ranks adds a part
             cut["num_items_in_batch"] = count / axis.size if self.is_mean else count
             cut[LABELS] = cut[SHIFTED]
-        if not isinstance(kept, Tensor) or _is_all(kept):
+        if not isinstance(kept, Tensor) or kept.ndim != 2 or _is_all(kept):
             kept = None
         return Part(
             cut,
             length,
             cut[POSITIONS] if self.takes_positions else None,
             None if packed is None else self._padded(POSITIONS, packed, axis),
-            None if kept is None else self._padded(KEPT, kept, axis),
+            None if kept is None else self._padded(KEPT, kept, axis).bool(),
         )
 
     def _length(self, batch: Mapping[Any, Any]) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fzero.comms.mesh import SEQ
 from fzero.config.config import ConfigError
 from fzero.model.transforms import Call, Changes, LossFn, TransformedStep, Wrap
-from fzero.sequence.attention import Swapping, active, is_pretrained, register
+from fzero.sequence.attention import Now, Swapping, active, is_pretrained, register
 from fzero.sequence.parts import Division, Part, check_counted, check_keys
 
 _MIXING = (nn.RNNBase, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
@@ -59,7 +59,7 @@ class Ulysses:
         division = Division(
             self.dim, self.pad, self.whole, bool(pretrained), is_mean, loss_fn is not None
         )
-        now = _Now()
+        now = Now()
 
         def forwards(call: Call) -> Mapping[str, Wrap]:
             # generation calls the model with whole sequences
@@ -77,7 +77,7 @@ class Ulysses:
             is_exact=True,
         )
 
-    def _wrap(self, axis: Any, now: _Now) -> Wrap:
+    def _wrap(self, axis: Any, now: Now) -> Wrap:
         def wrap(name: str, module: nn.Module) -> Callable[..., Any]:
             forward = module.forward
             asks = _asked(module) if is_pretrained(module) else ()
@@ -90,10 +90,10 @@ class Ulysses:
                         "batches yourself"
                     )
                 if asks:
-                    kwargs = _with_positions(asks, args, kwargs, now.part)
+                    kwargs = _with_positions(module, asks, args, kwargs, now)
                 if active() is not None:
                     return forward(*args, **kwargs)
-                with Swapping(axis, now.part, may_count=self.may_count or bool(asks)):
+                with Swapping(axis, now, may_count=self.may_count or bool(asks)):
                     return forward(*args, **kwargs)
 
             return run
@@ -110,15 +110,7 @@ class Ulysses:
                 )
 
 
-@dataclass
-class _Now:
-    """The part of the batch of the forward that runs, or whose backward runs."""
-
-    part: Part | None = None
-    is_running: bool = field(default=False)
-
-
-def _loss_of_part(given: LossFn | None, now: _Now) -> LossFn:
+def _loss_of_part(given: LossFn | None, now: Now) -> LossFn:
     """The loss of a rank's part of a micro-batch."""
 
     def loss(model: nn.Module, part: Any) -> Any:
@@ -181,20 +173,22 @@ def _asked(module: nn.Module) -> Collection[str]:
 
 
 def _with_positions(
-    asks: Collection[str], args: tuple[Any, ...], kwargs: dict[str, Any], part: Part | None
+    module: Any, asks: Collection[str], args: tuple[Any, ...], kwargs: dict[str, Any], now: Now
 ) -> dict[str, Any]:
     """The keyword arguments of a model of transformers: positions in the whole sequence,
-    and a mask that keeps it from looking for several sequences in this part.
+    a mask that keeps it from looking for several sequences in this part, and no cache.
     """
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-    if part is None or first is None or len(args) > 1:
+    if now.part is None or first is None or len(args) > 1:
         return kwargs
     given = dict(kwargs)
     if "position_ids" in asks and given.get("position_ids") is None:
-        given["position_ids"] = part.positions
+        given["position_ids"] = now.part.positions
     if "attention_mask" in asks and given.get("attention_mask") is None:
         given["attention_mask"] = torch.ones(first.shape[:2], dtype=torch.bool, device=first.device)
-    if "use_cache" in asks and given.get("use_cache") is None:
+    if "use_cache" in asks and active() is None:  # the outermost model
+        cached = given.get("use_cache")
+        now.packs = not (getattr(module.config, "use_cache", False) if cached is None else cached)
         given["use_cache"] = False
     return given
 
