@@ -8,8 +8,9 @@ of `register`.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from fzero.common.optional import package
-from fzero.sequence.exchange import attend, of_all_keys
+from fzero.sequence.exchange import attend
 from fzero.sequence.parts import Part
 
 _NATIVE = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
@@ -54,7 +55,6 @@ class Swapping(TorchFunctionMode):
     def __init__(self, axis: Any, now: Now, *, may_count: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.axis, self.now, self._may_count = axis, now, may_count
-        self._is_causal = False
 
     @property
     def part(self) -> Part | None:
@@ -101,33 +101,16 @@ class Swapping(TorchFunctionMode):
                 f"{-(-length // self.axis.size)} on a rank, got {num_own} queries; leave a model "
                 f"whose attention is over anything else (windows, patches) undivided"
             )
-        if self._is_causal and attn_mask is not None:  # of padding, see `_multi_head`
-            num_tokens = num_own * self.axis.size
-            rows = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=query.device).tril()
-            if attn_mask.dtype != torch.bool:
-                attn_mask = attn_mask == 0
-            attn_mask = rows & of_all_keys(attn_mask[..., :1, :], self.axis)
         how: dict[str, Any] = {"axis": self.axis, "length": length}
         return attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **how
         )
 
-    def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
-        """`nn.MultiheadAttention`, whose `is_causal` stands for the mask beside it."""
-        if kwargs.get("need_weights", True):
-            raise ValueError(
-                "ulysses: nn.MultiheadAttention must return no weights, which are of all tokens "
-                "and heads, got need_weights=True; pass need_weights=False"
-            )
-        is_causal = kwargs.get("is_causal", False)
-        if is_causal and kwargs.get("key_padding_mask") is not None:
-            kwargs |= {"attn_mask": None, "is_causal": False}
-            self._is_causal = True
-        try:
-            with self:
-                return F.multi_head_attention_forward(*args, **kwargs)
-        finally:
-            self._is_causal = False
+    def _multi_head(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        given = _MULTI_HEAD.bind(*args, **kwargs)
+        given.apply_defaults()
+        with self:
+            return _multi_head(given.arguments)
 
     def _check_count(self, *args: Any, **kwargs: Any) -> None:
         if self.part is None:
@@ -140,6 +123,59 @@ class Swapping(TorchFunctionMode):
                 f"all; divide position ids with the batch, or pass may_count=True if these are no "
                 f"positions"
             )
+
+
+def _multi_head(given: Mapping[str, Any]) -> tuple[Tensor, None]:
+    """`F.multi_head_attention_forward` by `F.scaled_dot_product_attention`, also where
+    padding comes with `is_causal`.
+    """
+    if given["need_weights"]:
+        raise ValueError(
+            "ulysses: nn.MultiheadAttention must return no weights, which are of all tokens and "
+            "heads, got need_weights=True; pass need_weights=False"
+        )
+    if given["bias_k"] is not None or given["add_zero_attn"] or given["static_k"] is not None:
+        raise ValueError(
+            "ulysses: nn.MultiheadAttention must have no keys besides those of tokens, got "
+            "add_bias_kv, add_zero_attn or static keys; leave them out"
+        )
+    xs = [given[name] for name in ("query", "key", "value")]
+    if xs[0].dim() == 2:
+        raise ValueError(
+            "ulysses: nn.MultiheadAttention must get batches, got one sample; pass x[None]"
+        )
+    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
+    if given["use_separate_proj_weight"]:
+        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
+    else:
+        weights = given["in_proj_weight"].chunk(3)
+    num_heads = given["num_heads"]
+    heads = [
+        F.linear(x, weight, bias).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
+        for x, weight, bias in zip(xs, weights, biases, strict=True)
+    ]
+    mask, is_causal = given["attn_mask"], given["is_causal"]
+    if is_causal or mask is None:  # the mask beside is_causal is that of this rank's tokens
+        mask = None
+    elif mask.dtype == torch.bool:  # here True hides, in the other function it shows
+        mask = ~mask
+    if mask is not None and mask.dim() == 3:
+        mask = mask.unflatten(0, (-1, num_heads))
+    if (hidden := given["key_padding_mask"]) is not None:
+        shown = ~hidden if hidden.dtype == torch.bool else hidden
+        if mask is not None:
+            raise ValueError(
+                "ulysses: nn.MultiheadAttention must get key_padding_mask or attn_mask, got both; "
+                "pass is_causal=True, or one mask of both"
+            )
+        mask = shown[:, None, None]
+    dropout_p = given["dropout_p"] if given["training"] else 0.0
+    attended = F.scaled_dot_product_attention(*heads, mask, dropout_p, is_causal)
+    joined = attended.permute(2, 0, 1, 3).flatten(2)
+    return F.linear(joined, given["out_proj_weight"], given["out_proj_bias"]), None
+
+
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
 def active() -> Swapping | None:

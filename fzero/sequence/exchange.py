@@ -50,8 +50,9 @@ def attend(
     Args:
         query: (B, H, T, D).
         key, value: (B, K, T, D); with `enable_gqa` K divides H.
-        attn_mask: that of the whole sequence, broadcastable to (B, H, L, L); or one that
-            depends on the keys alone, (…, 1, T), of this rank's keys.
+        attn_mask: of the whole sequence, broadcastable to (B, H, L, L); or one that
+            depends on the keys alone, (…, 1, T), of this rank's keys, also with
+            `is_causal`.
         length: the tokens of the sequence without padding; the last L - length keys are
             left out.
         axis: the ranks, which hold the tokens in rank order.
@@ -84,8 +85,12 @@ def attend(
     query, key, value = to_heads((query, key, value), axis)
     if length < num_tokens:  # also where causal: padding stands at the end
         key, value = key[:, :, :length], value[:, :, :length]
-    options: dict[str, Any] = {"is_causal": is_causal}
+    options: dict[str, Any] = {"is_causal": is_causal and mask is None}
     if mask is not None:
+        if is_causal:  # of a mask of keys alone; the function takes one of both
+            before = mask.new_ones(num_tokens, key.shape[-2], dtype=torch.bool).tril()
+            is_bool = mask.dtype == torch.bool
+            mask = mask & before if is_bool else mask.masked_fill(~before, -math.inf)
         options["attn_mask"] = mask
     if dropout_p:
         options["dropout_p"] = dropout_p
