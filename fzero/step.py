@@ -217,7 +217,11 @@ class TrainStep:
     def __init__(self, spec: StepSpec, axis: RankAxis | AbstractAxis) -> None:
         self.runtime = run = _with_program(parallelism.parallelism_of(spec).runtime(spec, axis))
         self.spec, self.plan, self.specs, self.device = spec, run.plan, run.form.specs, run.device
-        self.rank, self.world_size, self.mesh = axis.rank, axis.size, axis.mesh or run.plan.ranks_mesh
+        self.rank, self.world_size, self.mesh = (
+            axis.rank,
+            axis.size,
+            axis.mesh or run.plan.ranks_mesh,
+        )
 
     @property
     def data_rank(self) -> int:

@@ -242,9 +242,7 @@ class RankMesh(AxisMesh[RankAxis]):
         """The axes of this rank. *Collective* on several axes of processes: the first
         call makes a process group for each.
         """
-        return cls(
-            *_axes(world, plan), plan.shard_of(world.rank), seq=seq_axis(world, plan)
-        )
+        return cls(*_axes(world, plan), plan.shard_of(world.rank), seq=seq_axis(world, plan))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same ranks, whose collectives are also reported to `observe`."""

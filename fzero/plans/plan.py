@@ -379,7 +379,10 @@ class Plan:
         if self.comm_hooks:
             exact = self._sent(CommHooks(), traffic.in_bytes)
             lines += report.hook_lines(self.comm_hooks, self.sent_nbytes_by_axis, exact)
-        return Group(report.unit_table(self.units, self.mesh, stage=self.stage, ranks=self.ranks_mesh), *lines)
+        return Group(
+            report.unit_table(self.units, self.mesh, stage=self.stage, ranks=self.ranks_mesh),
+            *lines,
+        )
 
     def __str__(self) -> str:
         return as_text(self)

@@ -19,9 +19,7 @@ ByAxis = Mapping[str, Mapping[str, int]]
 """Elements or bytes that a rank sends, by axis and collective."""
 
 
-def unit_table(
-    units: Sequence[UnitPlan], mesh: Mesh, *, stage: Stage, ranks: Mesh
-) -> Table:
+def unit_table(units: Sequence[UnitPlan], mesh: Mesh, *, stage: Stage, ranks: Mesh) -> Table:
     """One line for each flat buffer; `ranks` is the mesh of the ranks in the title."""
     table = Table(title=f"ZeRO stage {stage} on {describe(ranks)}", title_justify="left")
     table.add_column("unit")

@@ -139,6 +139,7 @@ def plain(batch: Any) -> Any:
 
 # --- the loss of a micro-batch --------------------------------------------------------------------
 
+
 def loss_of(
     model: nn.Module,
     loss_fn: LossFn | None,

@@ -102,9 +102,7 @@ class Swapping(TorchFunctionMode):
                 f"whose attention is over anything else (windows, patches) undivided"
             )
         how: dict[str, Any] = {"axis": self.axis, "length": length}
-        return attend(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **how
-        )
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **how)
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         given = _MULTI_HEAD.bind(*args, **kwargs)

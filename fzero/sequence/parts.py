@@ -176,7 +176,11 @@ class Division:
 
     def _check_not_shifted(self, labels: Tensor, inputs: Any) -> None:
         """Raises ValueError where labels are those of the next tokens already."""
-        if not isinstance(inputs, Tensor) or inputs.shape != labels.shape or not _has_values(labels):
+        if (
+            not isinstance(inputs, Tensor)
+            or inputs.shape != labels.shape
+            or not _has_values(labels)
+        ):
             return
         counted = labels != IGNORED
         is_next = (labels[:, :-1] == inputs[:, 1:]) | ~counted[:, :-1]

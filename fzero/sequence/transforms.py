@@ -201,7 +201,10 @@ def _check_pretrained(module: nn.Module) -> None:
             f"ulysses: {name} must compute attention by 'sdpa', got {found!r}; load it with "
             f"attn_implementation='sdpa'"
         )
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
     if kinds or getattr(config, "is_encoder_decoder", False):
         what = min(kinds) if kinds else "an encoder and a decoder"
         raise ValueError(

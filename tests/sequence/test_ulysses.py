@@ -12,7 +12,7 @@ import divided
 import pytest
 import torch
 import torch.nn.functional as F
-from divided import HEADS, MESH, SAMPLES, WIDTH, Curve, Encoder, LM, check, in_fp64, trained
+from divided import HEADS, LM, MESH, SAMPLES, WIDTH, Curve, Encoder, check, in_fp64, trained
 from ranks import RankPool
 from torch import Tensor, nn
 
@@ -69,7 +69,7 @@ def test_a_captured_step_of_ranks_that_share_sequences_trains_as_a_plain_loop(
     ranks: RankPool, stage: int, length: int
 ) -> None:
     how = {"compile": "step", "compile_backend": "aot_eager"}
-    for found in ranks(4, partial(_on_ranks, **how), stage, length):  # type: ignore[arg-type]
+    for found in ranks(4, _on_ranks, stage, length, **how):
         check(found, expected(length))
 
 
@@ -245,9 +245,7 @@ def _by_labels(model: nn.Module, batch: dict[str, Any]) -> Any:
 
 def _twice(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     logits, labels = model(batch["input_ids"], batch["position_ids"]), batch["shift_labels"]
-    losses = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
-    )
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     return losses, (labels[:, 1:] != divided.IGNORED).sum()
 
 
