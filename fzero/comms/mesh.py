@@ -271,9 +271,9 @@ def _axes(
     return replace(world, name=WORLD), axes, replicate_axes
 
 
-def seq_axis(world: AnyRank, plan: MeshPlan) -> AnyRank | None:
-    """The ranks that share the tokens of this rank's samples; None where it has its own.
-    *Collective* on processes, like `RankMesh.of`.
+def seq_axis(world: Any, plan: MeshPlan) -> Any:
+    """The ranks that share the tokens of this rank's samples, an axis of the kind of
+    `world`; None where it has its own. *Collective* on processes, like `RankMesh.of`.
     """
     if plan.seq_size == 1:
         return None

@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero.model.transforms import LossFn
+from fzero.model.transforms import LossFn as LossFn
 from fzero.optim.transforms import is_traced
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -149,7 +150,7 @@ def _multi_head(given: Mapping[str, Any]) -> tuple[Tensor, None]:
         weights = given["in_proj_weight"].chunk(3)
     num_heads = given["num_heads"]
     heads = [
-        F.linear(x, weight, bias).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
+        rearrange(F.linear(x, weight, bias), "t b (h d) -> b h t d", h=num_heads)
         for x, weight, bias in zip(xs, weights, biases, strict=True)
     ]
     mask, is_causal = given["attn_mask"], given["is_causal"]
@@ -158,7 +159,7 @@ def _multi_head(given: Mapping[str, Any]) -> tuple[Tensor, None]:
     elif mask.dtype == torch.bool:  # here True hides, in the other function it shows
         mask = ~mask
     if mask is not None and mask.dim() == 3:
-        mask = mask.unflatten(0, (-1, num_heads))
+        mask = rearrange(mask, "(b h) q k -> b h q k", h=num_heads)
     if (hidden := given["key_padding_mask"]) is not None:
         shown = ~hidden if hidden.dtype == torch.bool else hidden
         if mask is not None:
@@ -168,8 +169,9 @@ def _multi_head(given: Mapping[str, Any]) -> tuple[Tensor, None]:
             )
         mask = shown[:, None, None]
     dropout_p = given["dropout_p"] if given["training"] else 0.0
-    attended = F.scaled_dot_product_attention(*heads, mask, dropout_p, is_causal)
-    joined = attended.permute(2, 0, 1, 3).flatten(2)
+    query, key, value = heads
+    attended = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal)
+    joined = rearrange(attended, "b h t d -> t b (h d)")
     return F.linear(joined, given["out_proj_weight"], given["out_proj_bias"]), None
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from fzero.comms.primitives import Axis, all_gather, all_to_all
@@ -67,9 +68,10 @@ def attend(
     if axis.size == 1:
         return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if query.dim() < 4:
-        rows = (x.unsqueeze(0) for x in (query, key, value))
-        how: dict[str, Any] = {"axis": axis, "length": length}
-        return attend(*rows, attn_mask, dropout_p, is_causal, scale, enable_gqa, **how)[0]
+        rows = [x.unsqueeze(0) for x in (query, key, value)]
+        options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        of_one: Tensor = attend(*rows, *options, axis=axis, length=length)  # type: ignore[arg-type]
+        return of_one[0]
     if query.dim() > 4:
         raise ValueError(
             f"ulysses: attention must have queries (samples, heads, tokens, width), got shape "
@@ -85,20 +87,20 @@ def attend(
     query, key, value = to_heads((query, key, value), axis)
     if length < num_tokens:  # also where causal: padding stands at the end
         key, value = key[:, :, :length], value[:, :, :length]
-    options: dict[str, Any] = {"is_causal": is_causal and mask is None}
+    how: dict[str, Any] = {"is_causal": is_causal and mask is None}
     if mask is not None:
         if is_causal:  # of a mask of keys alone; the function takes one of both
             before = mask.new_ones(num_tokens, key.shape[-2], dtype=torch.bool).tril()
             is_bool = mask.dtype == torch.bool
             mask = mask & before if is_bool else mask.masked_fill(~before, -math.inf)
-        options["attn_mask"] = mask
+        how["attn_mask"] = mask
     if dropout_p:
-        options["dropout_p"] = dropout_p
+        how["dropout_p"] = dropout_p
     if scale is not None:
-        options["scale"] = scale
+        how["scale"] = scale
     if query.shape[1] != key.shape[1]:
-        options["enable_gqa"] = True
-    return to_tokens(_attend(query, key, value, **options), axis)
+        how["enable_gqa"] = True
+    return to_tokens(_attend(query, key, value, **how), axis)
 
 
 def to_heads(xs: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
@@ -107,25 +109,22 @@ def to_heads(xs: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
     """
     if len({x.dtype for x in xs}) > 1:
         return tuple(to_heads((x,), axis)[0] for x in xs)
-    size, shapes, rows = axis.size, [], []
-    for x in xs:
-        x_BSNTD = x.unflatten(1, (size, -1))
-        shapes.append((size, *x_BSNTD.shape[:1], *x_BSNTD.shape[2:]))
-        rows.append(x_BSNTD.movedim(1, 0).reshape(size, -1))
-    joined = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-    arrived = all_to_all(joined.reshape(-1), axis, label=SWAP).view(size, -1)
-    parts = torch.split(arrived, [row.shape[1] for row in rows], 1)
+    size = axis.size
+    parts = [rearrange(x, "b (s n) t d -> s b n t d", s=size) for x in xs]
+    joined = torch.cat([part.reshape(size, -1) for part in parts], 1)
+    arrived = all_to_all(joined.view(-1), axis, label=SWAP).view(size, -1)
+    rows = torch.split(arrived, [part.numel() // size for part in parts], 1)
     return tuple(
-        part.reshape(shape).movedim(0, 2).flatten(2, 3)
-        for part, shape in zip(parts, shapes, strict=True)
+        rearrange(row.reshape(part.shape), "s b n t d -> b n (s t) d")
+        for row, part in zip(rows, parts, strict=True)
     )
 
 
 def to_tokens(x: Tensor, axis: Axis) -> Tensor:
     """Heads for tokens: (B, N, L, D) becomes (B, H, T, D)."""
-    x_SBNTD = x.unflatten(2, (axis.size, -1)).movedim(2, 0)
-    arrived = all_to_all(x_SBNTD.reshape(-1), axis, label=SWAP).view(x_SBNTD.shape)
-    return arrived.movedim(0, 1).flatten(1, 2)
+    part = rearrange(x, "b n (s t) d -> s b n t d", s=axis.size)
+    arrived = all_to_all(part.reshape(-1), axis, label=SWAP).view(part.shape)
+    return rearrange(arrived, "s b n t d -> b (s n) t d")
 
 
 def _check(query: Tensor, key: Tensor, size: int) -> None:
@@ -181,7 +180,7 @@ def _whole_mask(mask: Tensor, query: Tensor, num_tokens: int, length: int, axis:
     if num_rows == length < num_tokens:  # rows of padding, whose results nobody reads
         mask = F.pad(mask, (0, 0, 0, num_tokens - length), value=mask.dtype == torch.bool)
     if mask.dim() > 2 and mask.shape[-3] == num_heads > 1:
-        mask = mask.unflatten(-3, (axis.size, -1)).movedim(-4, 0)[axis.rank]
+        mask = rearrange(mask, "... (s n) q k -> s ... n q k", s=axis.size)[axis.rank]
     return mask
 
 
