@@ -558,6 +558,9 @@ class Activations:
     """The traces of one model and batch, with and without checkpointing, each made
     once.
 
+    Args:
+        tiles: the changes of `tiled` traces.
+
     Attributes:
         has_units: whether the model has units to checkpoint.
     """
@@ -569,12 +572,13 @@ class Activations:
         batch: Any,
         loss_fn: LossFn | None = None,
         device: Device = "cuda",
+        tiles: AllChanges | None = None,
     ) -> None:
         self.has_units = False
         with suppress(ValueError):
             self.has_units = bool(choose_modules(model, 1, blocks=blocks_of(model)))
         self._trace = cache(
-            lambda checkpoint: trace_activations(
+            lambda checkpoint, tiled: trace_activations(
                 model,
                 cfg,
                 batch,
@@ -582,15 +586,20 @@ class Activations:
                 checkpoint=checkpoint,
                 on_host=checkpoint,
                 device=device,
+                changes=tiles if tiled else None,
             )
         )
-        self._without_moves = cache(lambda: self._trace(True).without_moves())
+        self._without_moves = cache(lambda tiled: self._trace(True, tiled).without_moves())
 
-    def of(self, *, checkpoints: bool, on_host: bool = False) -> ActivationTrace:
+    def of(
+        self, *, checkpoints: bool, on_host: bool = False, tiled: bool = False
+    ) -> ActivationTrace:
         """The trace with or without checkpointed units, whose inputs are kept in host
-        memory (`on_host`) or on the device.
+        memory (`on_host`) or on the device, and with or without tiles.
         """
-        return self._without_moves() if checkpoints and not on_host else self._trace(checkpoints)
+        if checkpoints and not on_host:
+            return self._without_moves(tiled)
+        return self._trace(checkpoints, tiled)
 
     def of_config(self, cfg: Config) -> ActivationTrace:
         """The trace with the checkpointing of a configuration."""

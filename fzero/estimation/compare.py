@@ -84,6 +84,8 @@ class Choices:
     small: bool = False
     # where the inputs of checkpointed modules are kept; no effect without checkpointing
     inputs: str = "device"
+    # the head and perceptrons tile by tile: `Candidate.tiles`, which no key asks for
+    tiles: bool = False
 
     @classmethod
     def of(cls, cfg: Config) -> Self:
@@ -140,6 +142,7 @@ class Choices:
             f"parameters on {self.params}" * (self.params != "device"),
             "activation checkpointing" * self.checkpoints,
             "checkpointed inputs in host memory" * (self.checkpoints and self.inputs == "host"),
+            "tiles" * self.tiles,
             "a small bucket" * self.small,
         ]
         return ", ".join(filter(None, parts))
@@ -178,6 +181,8 @@ class Candidate:
             tokens.
         generating: the bytes between two steps while a rank generates, if they are
             asked for.
+        tiles: the transforms that the planner has added
+            (`fzero.tiling.proposed_tiles`).
     """
 
     name: str
@@ -188,6 +193,7 @@ class Candidate:
     memory: dict[str, dict[str, int]]
     tokens: int = 0
     generating: Generating | None = None
+    tiles: tuple[ModelTransform, ...] = ()
 
     @property
     def activations(self) -> int:
@@ -247,6 +253,7 @@ class Candidate:
             **({"tokens_per_second": self.tokens / self.seconds} if self.tokens else {}),
             **({"generating": self.generating.as_dict()} if self.generating else {}),
             "config": self.keys,
+            **({"transforms": [str(one) for one in self.tiles]} if self.tiles else {}),
         }
 
 
@@ -425,6 +432,15 @@ def tokens_of(batch: Any) -> int:
     """Elements of the first integer tensor, such as token ids; 0 if there is none."""
     tensors = (x for x in optree.tree_leaves(batch, none_is_leaf=True) if isinstance(x, Tensor))
     return next((x.numel() for x in tensors if not x.is_floating_point()), 0)
+
+
+def length_of(batch: Any) -> int:
+    """The tokens of a sequence: the second dimension of the first integer tensor; 0 if
+    it has none.
+    """
+    tensors = (x for x in optree.tree_leaves(batch, none_is_leaf=True) if isinstance(x, Tensor))
+    tokens = next((x for x in tensors if not x.is_floating_point()), None)
+    return tokens.shape[1] if tokens is not None and tokens.dim() == 2 else 0
 
 
 def samples_of(batch: Any) -> int | None:

@@ -15,10 +15,13 @@ from torch import nn
 from fzero.config.config import ConfigError
 from fzero.config.files import changed
 from fzero.estimation.activation_trace import Activations
-from fzero.estimation.compare import Candidate, Choices, Keys, column, quietly
+from fzero.estimation.compare import Candidate, Choices, Keys, column, length_of, quietly
 from fzero.estimation.ledger import Device
+from fzero.model.transforms import AllChanges, ModelTransform
 from fzero.plans.machine_model import MachineModel
 from fzero.runtime.batches import LossFn
+from fzero.runtime.step_spec import StepSpec
+from fzero.tiling import proposed_tiles
 
 
 class Search:
@@ -50,8 +53,15 @@ class Search:
         self.nvme_path = nvme_path or next(iter(paths), None)
         self.start = Choices.of(cfg)
         self.every = cfg.activation_checkpointing.every
+        self.tiles: tuple[ModelTransform, ...] = ()
+        self._tile_changes = AllChanges()
+        if length := length_of(batch):
+            self.tiles = proposed_tiles(model, length)
+            self._tile_changes = StepSpec(model=model, cfg=cfg, transforms=self.tiles).changes
         self.activations = (
-            Activations(model, keys, batch, loss_fn, device) if batch is not None else None
+            Activations(model, keys, batch, loss_fn, device, self._tile_changes)
+            if batch is not None
+            else None
         )
         self._planned_by: dict[Choices, Candidate | None] = {}
         self.refused: dict[str, None] = {}
@@ -77,8 +87,9 @@ class Search:
         kinds = ["device", "host", *(["nvme"] if self.nvme_path else [])]
         checkpoints = [False, True] if self._adds_checkpoints else [self.start.checkpoints]
         inputs = ["device", "host"] if self._moves_inputs else [self.start.inputs]
+        tiles = [False, True] if self.tiles else [False]
         for values in product(
-            range(self.start.stage, 4), kinds, kinds, checkpoints, [False, True], inputs
+            range(self.start.stage, 4), kinds, kinds, checkpoints, [False, True], inputs, tiles
         ):
             choice = Choices(*values)
             is_new = choice.checkpoints or choice.inputs == self.start.inputs
@@ -90,6 +101,7 @@ class Search:
         steps: list[tuple[str, dict[str, Any]]] = [
             ("as it is", {}),
             ("activation checkpointing", {"checkpoints": True} if self._adds_checkpoints else {}),
+            ("the head and perceptrons in tiles", {"tiles": True} if self.tiles else {}),
             ("stage 2", {"stage": max(self.start.stage, 2)}),
             (
                 "checkpointed inputs in host memory",
@@ -123,8 +135,8 @@ class Search:
         if choice not in self._planned_by:
             try:
                 self._planned_by[choice] = self._planned(choice)
-            except ConfigError as error:
-                if choice == self.start:
+            except ValueError as error:  # a ConfigError, or a model that has other uses of tiles
+                if choice == self.start or not (choice.tiles or isinstance(error, ConfigError)):
                     raise
                 self._planned_by[choice] = None
                 self.refused[str(error).splitlines()[0]] = None
@@ -140,9 +152,14 @@ class Search:
         trace = None
         if self.activations is not None:
             trace = self.activations.of(
-                checkpoints=choice.checkpoints, on_host=choice.inputs == "host"
+                checkpoints=choice.checkpoints,
+                on_host=choice.inputs == "host",
+                tiled=choice.tiles,
             )
-        return self._column(keys=keys, trace=trace)
+        if not choice.tiles:
+            return self._column(keys=keys, trace=trace)
+        found = self._column(keys=keys, trace=trace, changes=self._tile_changes)
+        return replace(found, choices=choice, tiles=self.tiles)
 
     def notes(self) -> Iterator[str]:
         """Notes on what the search did not try or count."""

@@ -1,8 +1,8 @@
 """`fit`: the fastest configuration that fits into memory, and the ladder of changes
 with the savings and cost of each.
 
-`fit` plans all combinations of stage, placement, checkpointing and bucket size that the
-configuration allows. It chooses the one that fits and is fastest in a dry run
+`fit` plans all combinations of stage, placement, checkpointing, tiles and bucket size
+that the configuration allows. It chooses the one that fits and is fastest in a dry run
 (`fzero.estimation.dry_run`) at the rates of a `fzero.graph.MachineModel`; without a
 batch, only updates compute. Between equally fast ones it chooses the one with the
 fewest bytes on the device; a small bucket, which overlaps less, is the last resort.
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
@@ -33,6 +34,7 @@ from fzero.estimation.fit_search import Search
 from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
 from fzero.estimation.pipelines import PipelinePlan, best_pipelines
+from fzero.model.transforms import ModelTransform
 from fzero.plans.machine_model import MachineModel
 from fzero.runtime.batches import LossFn
 
@@ -82,6 +84,13 @@ class Fit:
     machine: MachineModel
     num_samples: int | None
     pipelines: tuple[PipelinePlan, ...] = ()
+
+    @property
+    def transforms(self) -> tuple[ModelTransform, ...]:
+        """The transforms that belong to `config`, for `make_train_step(…, transforms=…)`:
+        tiles (`fzero.tiling`), if it needs them.
+        """
+        return () if self.best is None else self.best.tiles
 
     @property
     def config(self) -> Keys:
@@ -173,6 +182,9 @@ class Fit:
         where = f"{shown(best.nbytes('device'), scale)} {unit} of the device"
         of_what = "for a step" if best.activations else "besides what it computes"
         fastest = f"Fastest that fits: {best.choices}; {where}, {best.seconds:.3g} s {of_what}."
+        if best.tiles:
+            given = ", ".join(map(str, best.tiles))
+            pipes.append(escape(f"Tiles: pass transforms=[{given}] to the step."))
         generating = best.generating
         note = [] if generating is None else [self._generation(generating, scale, unit)]
         return Group(table, "", fastest, f"{best.step.description}.", *pipes, *self.notes, *note)

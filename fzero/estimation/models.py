@@ -130,15 +130,16 @@ class TransformerBlock(nn.Module):
         self.head = min(HEAD, width)
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         heads = (*x_BTC.shape[:2], 3, x_BTC.shape[2] // self.head, self.head)
         q, k, v = self.qkv(self.ln_1(x_BTC)).view(heads).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTC = x_BTC + self.proj(mixed.transpose(1, 2).reshape(x_BTC.shape))
-        wide_BTF = functional.gelu(self.up(self.ln_2(x_BTC)), approximate="tanh")
-        y_BTC: Tensor = self.down(wide_BTF)
+        y_BTC: Tensor = self.mlp(self.ln_2(x_BTC))
         return x_BTC + y_BTC
 
 

@@ -29,6 +29,12 @@ class TiledHead:
     shards: int | None
     chunk_tokens: int | None
 
+    def __str__(self) -> str:
+        """The call that makes it."""
+        names = {"shards": self.shards, "chunk_tokens": self.chunk_tokens}
+        given = [f"{key}={value}" for key, value in names.items() if value is not None]
+        return f"fzero.tiled_head({', '.join([*_as_argument(self.patterns), *given])})"
+
     def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`. It adds nothing."""
         names = self._names(spec.model)
@@ -125,6 +131,11 @@ class TiledMLP:
     shards: int
     dim: int
 
+    def __str__(self) -> str:
+        """The call that makes it."""
+        dim = "" if self.dim == 1 else f", dim={self.dim}"
+        return f"fzero.tiled_mlp({_as_argument(self.patterns)[0]}, {self.shards}{dim})"
+
     def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`. It adds nothing."""
         named = {
@@ -163,6 +174,13 @@ class TiledMLP:
             return dict.fromkeys(names, wrap)
 
         return Changes(name="tiled_mlp", text=str(self), forwards=forwards, is_exact=True)
+
+
+def _as_argument(patterns: tuple[str, ...] | None) -> list[str]:
+    """Patterns as they are written in a call: none, one, or a list."""
+    if patterns is None:
+        return []
+    return [repr(patterns[0] if len(patterns) == 1 else [*patterns])]
 
 
 def _matching(field: str, patterns: tuple[str, ...], names: list[str]) -> list[str]:

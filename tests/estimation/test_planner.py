@@ -1085,6 +1085,47 @@ def test_the_ladder_goes_one_change_at_a_time_from_the_given_configuration(
         )
 
 
+def test_tiles_are_proposed_for_a_length_that_needs_them() -> None:
+    model, length = named("300K").model, 2048
+    batch = sample_of(model, 1, length)
+    how: dict[str, Any] = {"batch": batch, "device": "cpu"}
+    roomy = fzero.estimation.fit(model, {}, device_nbytes=GIGA, **how)
+    assert roomy.transforms == () and "Tiles" not in str(roomy), "tiles cost a second forward"
+    ladder = {rung.name: rung for rung in roomy.ladder}
+    tiled = ladder["the head and perceptrons in tiles"]
+    assert tiled.nbytes("device") < ladder["activation checkpointing"].nbytes("device") / 2
+    found = fzero.estimation.fit(model, {}, device_nbytes=tiled.nbytes("device"), **how)
+    assert [str(one) for one in found.transforms] == [
+        "fzero.tiled_head('head')", "fzero.tiled_mlp('blocks.*.mlp', 2)"
+    ]  # fmt: skip
+    shown = "Tiles: pass transforms=[fzero.tiled_head('head'), fzero.tiled_mlp('blocks.*.mlp', 2)]"
+    assert shown in " ".join(str(found).split())
+    assert found.as_dict()["best"]["transforms"] == [str(one) for one in found.transforms]
+    columns = fzero.estimation.compare_plans(
+        model, found.config, batch=batch, device="cpu", transforms=found.transforms
+    )
+    assert columns[columns.given].nbytes("device") == found.best.nbytes("device")
+    assert found.best.nbytes("device") <= tiled.nbytes("device")
+
+
+class OtherLoss(nn.Module):
+    """Its loss is no cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens)).logsumexp(-1).mean()
+
+
+def test_tiles_that_a_model_does_not_allow_are_named_among_what_is_not_possible() -> None:
+    tokens = torch.empty((1, 2048), dtype=torch.int64, device="meta")
+    found = fzero.estimation.fit(make(OtherLoss), {}, device_nbytes=GIGA, batch=tokens)
+    assert found.best is not None and not any(rung.choices.tiles for rung in found.ladder)
+    assert [note for note in found.notes if note.startswith("Not possible: tiled_head:")]
+
+
 OLDER = [
     ({"stage": 2, "cpu_offload": True}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
     (

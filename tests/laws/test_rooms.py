@@ -51,7 +51,8 @@ MAY_IMPORT: dict[str, str] = {
         f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step"
     ),
     "resharding": STEP,
-    "estimation": f"{CORE} state storage model runtime pipeline graph transforms",  # needs no step
+    # needs no step
+    "estimation": f"{CORE} state storage model runtime pipeline graph transforms tiling",
     "checkpoint": f"{STEP} resharding",
     "digests": STEP,
     "generation": f"{STEP} resharding",
