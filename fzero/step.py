@@ -217,36 +217,26 @@ class TrainStep:
     def __init__(self, spec: StepSpec, axis: RankAxis | AbstractAxis) -> None:
         self.runtime = run = _with_program(parallelism.parallelism_of(spec).runtime(spec, axis))
         self.spec, self.plan, self.specs, self.device = spec, run.plan, run.form.specs, run.device
-        self.rank, self.world_size, self.mesh = (
-            axis.rank,
-            axis.size,
-            axis.mesh or run.plan.ranks_mesh,
-        )
+        self.rank, self.world_size, self.mesh = axis.rank, axis.size, axis.mesh or run.plan.mesh
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank among those of its stage of a pipeline; without one,
-        `rank`.
-        """
+        """This rank among those of its stage of a pipeline; without one, `rank`."""
         return self.runtime.ranks.rank
 
     @property
     def data_world_size(self) -> int:
-        """The number of ranks that divide a batch among them; without a pipeline
-        `world_size`.
-        """
+        """The ranks of a stage of a pipeline; without one, `world_size`."""
         return self.runtime.ranks.size
 
     @property
     def batch_rank(self) -> int:
-        """The number of this rank's part of a global batch. The ranks of a mesh axis "seq"
-        share one part; without this axis, `data_rank`.
-        """
+        """The number of this rank's batch; those of an axis "seq" share one."""
         return self.data_rank // self.plan.seq_size
 
     @property
-    def num_batch_ranks(self) -> int:
-        """The number of parts of a global batch."""
+    def num_batches(self) -> int:
+        """The number of different batches."""
         return self.data_world_size // self.plan.seq_size
 
     @property

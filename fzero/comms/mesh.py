@@ -76,6 +76,8 @@ def unfolded(mesh: Mesh, seq_size: int) -> Mesh:
     >>> unfolded(Mesh.of(node=2, data=8), 2).axes
     (('node', 2), ('data', 4), ('seq', 2))
     """
+    if seq_size == 1:
+        return mesh
     axes: list[tuple[str, int]] = []
     for name, size in mesh.axes:
         is_data = name == DATA

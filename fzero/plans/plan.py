@@ -28,7 +28,6 @@ from rich.console import Group
 
 from fzero.common.notebooks import as_html
 from fzero.common.text_tables import as_text
-from fzero.comms.mesh import unfolded
 from fzero.config.stages import STAGES, Stage, StageSpecs
 from fzero.plans import owned, report, traffic
 from fzero.plans.dataflow import CommHooks
@@ -68,8 +67,7 @@ class Plan:
         max_live: the largest number of gathered elements that are live after a
             prefetch; a single unit may exceed it.
         num_micro_steps: micro-batches in one step.
-        seq_size: the number of neighbouring ranks along "data" that share the tokens of
-            the same samples (the axis "seq" of the mesh that was given).
+        seq_size: neighbours along "data" that share samples (the axis "seq").
         max_reducing: see `UnitRules`.
         max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step
             (`PassOptions`); with None the compiled step chooses them.
@@ -164,11 +162,6 @@ class Plan:
     def world_size(self) -> int:
         """The number of ranks W."""
         return self.mesh.size
-
-    @property
-    def ranks_mesh(self) -> Mesh:
-        """The ranks as they were given: with the axis "seq", if there is one."""
-        return self.mesh if self.seq_size == 1 else unfolded(self.mesh, self.seq_size)
 
     @property
     def num_shards(self) -> int:
@@ -372,16 +365,14 @@ class Plan:
             report.dtype_line(self.units, self.buffers),
             *report.memory_lines(self.bytes_per_rank, self.bytes_by_memory),
             *report.traffic_lines(self.sent_by_axis, self.mesh),
+            *report.heads_lines(self.seq_size),
             *owned.owner_lines(self.flat_buffers, self.owners, self.world_size),
         ]
-        if self.seq_size > 1:
-            lines.append(report.heads_line(self.seq_size))
         if self.comm_hooks:
             exact = self._sent(CommHooks(), traffic.in_bytes)
             lines += report.hook_lines(self.comm_hooks, self.sent_nbytes_by_axis, exact)
         return Group(
-            report.unit_table(self.units, self.mesh, stage=self.stage, ranks=self.ranks_mesh),
-            *lines,
+            report.unit_table(self.units, self.mesh, self.seq_size, stage=self.stage), *lines
         )
 
     def __str__(self) -> str:

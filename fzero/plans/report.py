@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
-from fzero.comms.mesh import is_several
+from fzero.comms.mesh import is_several, unfolded
 from fzero.config.stages import Stage
 from fzero.plans.flat_params import UnitPlan
 from fzero.plans.mesh_axes import describe
@@ -19,9 +19,10 @@ ByAxis = Mapping[str, Mapping[str, int]]
 """Elements or bytes that a rank sends, by axis and collective."""
 
 
-def unit_table(units: Sequence[UnitPlan], mesh: Mesh, *, stage: Stage, ranks: Mesh) -> Table:
-    """One line for each flat buffer; `ranks` is the mesh of the ranks in the title."""
-    table = Table(title=f"ZeRO stage {stage} on {describe(ranks)}", title_justify="left")
+def unit_table(units: Sequence[UnitPlan], mesh: Mesh, seq_size: int, *, stage: Stage) -> Table:
+    """One line for each flat buffer; see `Plan`."""
+    ranks = describe(unfolded(mesh, seq_size))
+    table = Table(title=f"ZeRO stage {stage} on {ranks}", title_justify="left")
     table.add_column("unit")
     table.add_column("flat buffer")
     for column in ("parameters", "elements", "padding", "on a rank"):
@@ -84,12 +85,13 @@ def traffic_lines(sent: ByAxis, mesh: Mesh) -> Iterator[str]:
         yield f"elements that a rank sends{along} in a step: {numels or 'none'}"
 
 
-def heads_line(seq_size: int) -> str:
-    """The ranks that share the tokens of a sample."""
-    return (
-        f"attention: every {seq_size} neighbouring ranks share the tokens of a sample; step.explain"
-        f"(batch) counts the all-to-alls of activations"
-    )
+def heads_lines(seq_size: int) -> Iterator[str]:
+    """The ranks that share the tokens of a sample, if any do."""
+    if seq_size > 1:
+        yield (
+            f"attention: {seq_size} neighbouring ranks share the tokens of a sample; "
+            f"step.explain(batch) counts the all-to-alls of activations"
+        )
 
 
 def hook_lines(hooks: object, sent_nbytes: ByAxis, exact_nbytes: ByAxis) -> Iterator[str]:

@@ -67,15 +67,10 @@ def attend(
     """
     if axis.size == 1:
         return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if query.dim() < 4:
-        rows = [x.unsqueeze(0) for x in (query, key, value)]
-        options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        of_one: Tensor = attend(*rows, *options, axis=axis, length=length)  # type: ignore[arg-type]
-        return of_one[0]
-    if query.dim() > 4:
+    if query.dim() != 4:
         raise ValueError(
             f"ulysses: attention must have queries (samples, heads, tokens, width), got shape "
-            f"{tuple(query.shape)}; join the leading dimensions"
+            f"{tuple(query.shape)}; give them these dimensions"
         )
     _check(query, key, axis.size)
     num_tokens = query.shape[-2] * axis.size
@@ -124,7 +119,8 @@ def to_tokens(x: Tensor, axis: Axis) -> Tensor:
     """Heads for tokens: (B, N, L, D) becomes (B, H, T, D)."""
     part = rearrange(x, "b n (s t) d -> s b n t d", s=axis.size)
     arrived = all_to_all(part.reshape(-1), axis, label=SWAP).view(part.shape)
-    return rearrange(arrived, "s b n t d -> b (s n) t d")
+    own: Tensor = rearrange(arrived, "s b n t d -> b (s n) t d")
+    return own
 
 
 def _check(query: Tensor, key: Tensor, size: int) -> None:

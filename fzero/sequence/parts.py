@@ -241,7 +241,7 @@ def _check_same(batch: Any, axis: ProcessAxis) -> None:
         raise ValueError(
             f"ulysses: the {axis.size} ranks of the axis {axis.name!r} must have the same batch, "
             f"whose tokens they share, got others on its rank {other} than on its rank 0; load "
-            f"batches by step.batch_rank of step.num_batch_ranks"
+            f"batches by step.batch_rank of step.num_batches"
         )
 
 

@@ -18,7 +18,10 @@ from fzero.model.transforms import Call, Changes, LossFn, TransformedStep, Wrap
 from fzero.sequence.attention import Now, Swapping, active, is_pretrained, register
 from fzero.sequence.parts import Division, Part, check_counted, check_keys
 
-_MIXING = (nn.RNNBase, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
+_MIXING = (
+    *(nn.RNNBase, nn.RNNCellBase, nn.modules.batchnorm._BatchNorm),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 """Modules that may mix tokens otherwise than by attention."""
 
 
@@ -196,7 +199,7 @@ def _with_positions(
 def _check_pretrained(module: nn.Module) -> None:
     config: Any = module.config
     name = type(module).__name__
-    if (found := config._attn_implementation) != "sdpa":
+    if (found := getattr(config, "_attn_implementation", None)) != "sdpa":
         raise ValueError(
             f"ulysses: {name} must compute attention by 'sdpa', got {found!r}; load it with "
             f"attn_implementation='sdpa'"

@@ -51,7 +51,7 @@ def _on_ranks(stage: int, length: int, **how: Any) -> Curve:
     return trained(
         step,
         lambda number: divided.rows(
-            divided.batch(number, length), step.batch_rank, step.num_batch_ranks
+            divided.batch(number, length), step.batch_rank, step.num_batches
         ),
     )
 
@@ -191,7 +191,7 @@ def test_attention_over_parts_is_attention_over_the_whole(
 def _sent(length: int) -> list[CommRecord]:
     records: list[CommRecord] = []
     step = divided.make(in_fp64(LM), 3, simulates=False).observed(records.append)
-    whole = divided.rows(divided.batch(0, length), step.batch_rank, step.num_batch_ranks)
+    whole = divided.rows(divided.batch(0, length), step.batch_rank, step.num_batches)
     step(step.init(), whole)
     return [record for record in records if record.label.purpose == "heads"]
 
