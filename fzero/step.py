@@ -221,7 +221,7 @@ class TrainStep:
 
     @property
     def data_rank(self) -> int:
-        """This rank among those of its stage of a pipeline; without one, `rank`."""
+        """This rank in its stage of a pipeline; without one, `rank`."""
         return self.runtime.ranks.rank
 
     @property
@@ -231,12 +231,12 @@ class TrainStep:
 
     @property
     def batch_rank(self) -> int:
-        """The number of this rank's batch; those of an axis "seq" share one."""
+        """This rank's batch: the axis "seq" shares one."""
         return self.data_rank // self.plan.seq_size
 
     @property
     def num_batches(self) -> int:
-        """The number of different batches."""
+        """The number of batches."""
         return self.data_world_size // self.plan.seq_size
 
     @property

@@ -66,8 +66,8 @@ class Plan:
             unless it is 0; None is one unit.
         max_live: the largest number of gathered elements that are live after a
             prefetch; a single unit may exceed it.
-        num_micro_steps: micro-batches in one step.
-        seq_size: neighbours along "data" that share samples (the axis "seq").
+        num_micro_steps: micro-batches of a step.
+        seq_size: neighbours that share samples.
         max_reducing: see `UnitRules`.
         max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step
             (`PassOptions`); with None the compiled step chooses them.
@@ -365,7 +365,6 @@ class Plan:
             report.dtype_line(self.units, self.buffers),
             *report.memory_lines(self.bytes_per_rank, self.bytes_by_memory),
             *report.traffic_lines(self.sent_by_axis, self.mesh),
-            *report.heads_lines(self.seq_size),
             *owned.owner_lines(self.flat_buffers, self.owners, self.world_size),
         ]
         if self.comm_hooks:

@@ -23,6 +23,14 @@ def unit_table(units: Sequence[UnitPlan], mesh: Mesh, seq_size: int, *, stage: S
     """One line for each flat buffer; see `Plan`."""
     ranks = describe(unfolded(mesh, seq_size))
     table = Table(title=f"ZeRO stage {stage} on {ranks}", title_justify="left")
+    if seq_size > 1:
+        table.caption_justify, table.caption = (
+            "left",
+            (
+                f"{seq_size} neighbouring ranks share the tokens of a sample; step.explain(batch) "
+                f"counts their all-to-alls"
+            ),
+        )
     table.add_column("unit")
     table.add_column("flat buffer")
     for column in ("parameters", "elements", "padding", "on a rank"):
@@ -83,15 +91,6 @@ def traffic_lines(sent: ByAxis, mesh: Mesh) -> Iterator[str]:
     for along, of_axis in lines.items():
         numels = ", ".join(f"{numel:,} in {name}" for name, numel in of_axis.items() if numel)
         yield f"elements that a rank sends{along} in a step: {numels or 'none'}"
-
-
-def heads_lines(seq_size: int) -> Iterator[str]:
-    """The ranks that share the tokens of a sample, if any do."""
-    if seq_size > 1:
-        yield (
-            f"attention: {seq_size} neighbouring ranks share the tokens of a sample; "
-            f"step.explain(batch) counts the all-to-alls of activations"
-        )
 
 
 def hook_lines(hooks: object, sent_nbytes: ByAxis, exact_nbytes: ByAxis) -> Iterator[str]:
