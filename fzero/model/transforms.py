@@ -260,7 +260,7 @@ class Changes:
     """Whether they read `Call.micro`, so that each forward is bound separately."""
     recomputed: tuple[str, ...] = ()
     """The modules that keep only their inputs and run again in the backward: a graph
-    does this instead of `forwards`.
+    does so itself.
     """
     not_in_graph: str = ""
     """The error for a step in one graph, which cannot have it; empty if it can."""

@@ -21,7 +21,7 @@ from fzero.comms.records import CommRecord, Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.model.binding import Binding
-from fzero.model.origin import FixedFlags
+from fzero.model.model_check import FixedFlags
 from fzero.model.transforms import AllChanges, Call, LossFn
 from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.param_groups import UserTransform
@@ -37,7 +37,7 @@ from fzero.runtime.update import Updater
 from fzero.state import TrainState
 from fzero.storage.offload import Offload
 from fzero.storage.shard_transfer import BufferPool, ShardTransfer
-from fzero.storage.state_memory import DeviceMemory, StateForm, StateMemory, place_of
+from fzero.storage.state_memory import DeviceMemory, StateForm, StateMemory, memory_kind
 from fzero.verbs import gather_flat, start_gather
 from sharding.views import torch_dtype, unflatten
 
@@ -128,7 +128,7 @@ class StepRuntime:
             optimizers=spec.optimizers,
             rates=spec.rates,
             momentum=spec.momentum,
-            places=dict(zip(keys, starts, strict=False))
+            first_elements=dict(zip(keys, starts, strict=False))
             if cfg.precision.stochastic_rounding
             else None,
         )
@@ -370,7 +370,7 @@ def _check_tokens(changes: AllChanges, plan: Plan) -> None:
 
 def _memory_of(plan: Plan, device: torch.device) -> StateMemory:
     """The memory of a plan's state, for a model on `device`."""
-    if all(place_of(placement, device) == "here" for placement in plan.placements.values()):
+    if all(memory_kind(placement, device) == "here" for placement in plan.placements.values()):
         return DeviceMemory(plan, device)
     return Offload(plan, device)
 

@@ -119,7 +119,7 @@ class StepSpec(PlanSpec):
     """The seed of initial values on `meta` (equal on all ranks) and of dropout
     (different on each rank).
     """
-    home: torch.device | None = None
+    meta_device: torch.device | None = None
     """The device for a model on `meta`; None is the accelerator, if there is one."""
     transforms: tuple[ModelTransform, ...] = ()
     """The transforms of the model, in the order of their application
@@ -200,7 +200,7 @@ class StepSpec(PlanSpec):
 
     @property
     def device(self) -> torch.device:
-        """The model's device; for a model on `meta`, `home`, or else the accelerator if
+        """The model's device; for a model on `meta`, `meta_device`, or else the accelerator if
         there is one.
         """
         tensors = (*self.model.parameters(), *self.model.buffers())
@@ -212,8 +212,8 @@ class StepSpec(PlanSpec):
             )
         if devices:
             return devices.pop()
-        if self.home is not None:
-            return self.home
+        if self.meta_device is not None:
+            return self.meta_device
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
