@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from fzero import graph
 from fzero.comms.axes import AbstractAxis, CollectiveError, LockstepAxis
 from fzero.comms.lockstep import Hub, StuckError
+from fzero.comms.mesh import unfolded
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import RandomByRank, Stacked, VmapError
 from fzero.config.config import ConfigError
@@ -406,7 +407,13 @@ class VmapRanks(LockstepRanks):
         """The step of a single rank, without processes."""
         own = replace(self._spec, model=_twin(self._spec), compile=None)
         return TrainStep(
-            own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh)
+            own,
+            AbstractAxis(
+                "data",
+                self.world_size,
+                backend="gloo",
+                mesh=unfolded(self.plan.mesh, self.plan.seq_size),
+            ),
         )
 
     def _make(self, compile: BackendName | None) -> TrainStep:

@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, str] = {
     "runtime": f"{CORE} state verbs storage model",
     "pipeline": f"{CORE} state verbs storage model runtime transforms",
     "transforms": f"{CORE} state model runtime graph",
+    "sequence": "sharding common comms config model",
     "tiling": "sharding common model plans transforms",
     "graph": f"{CORE} state verbs storage model runtime",
     "parallelism": f"{CORE} runtime pipeline graph estimation",
