@@ -37,7 +37,7 @@ from fzero.plans.hook_choice import GivenHook
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
-from fzero.plans.plan import starts_of
+from fzero.plans.plan_spec import starts_of
 from fzero.plans.unit_orders import EventOrder
 from fzero.runtime import inspection, phases
 from fzero.runtime.batches import LossFn
@@ -221,17 +221,23 @@ class TrainStep:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank among those of its stage of a pipeline; without one,
-        `rank`.
-        """
+        """This rank in its stage of a pipeline; without one, `rank`."""
         return self.runtime.ranks.rank
 
     @property
     def data_world_size(self) -> int:
-        """The number of ranks that divide a batch among them; without a pipeline
-        `world_size`.
-        """
+        """The ranks of a stage of a pipeline; without one, `world_size`."""
         return self.runtime.ranks.size
+
+    @property
+    def batch_rank(self) -> int:
+        """This rank's batch: the axis "seq" shares one."""
+        return self.data_rank // self.plan.seq_size
+
+    @property
+    def num_batches(self) -> int:
+        """The number of batches."""
+        return self.data_world_size // self.plan.seq_size
 
     @property
     def program(self) -> GraphProgram | None:

@@ -388,7 +388,7 @@ def _by_group(mesh: AxisMesh[Any]) -> dict[str, TracedAxis]:
     """The axes of one rank, by the names of their groups in a graph."""
     axes = [
         axis
-        for axis in (mesh.world, *mesh.axes, *mesh.replicate_axes)
+        for axis in (mesh.world, *mesh.axes, *mesh.replicate_axes, mesh.seq)
         if isinstance(axis, TracedAxis)
     ]
     return {axis.group_name: axis for axis in axes if axis.size > 1}

@@ -135,7 +135,7 @@ class Eager:
         def compute() -> tuple[Tensor, Tensor | None]:
             with inspecting(run, state, "evaluate"):
                 run.spec.model.eval()  # here, because the model's own eval() may read its tensors
-                return loss_of_batch(run, batch)
+                return loss_of_batch(run, run.batches.changed(batch))
 
         return evaluated(run, state, compute)
 

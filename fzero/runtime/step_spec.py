@@ -27,6 +27,7 @@ from fzero.common.arguments import (
 from fzero.comms import collectives
 from fzero.comms.axes import ProcessAxis, RankAxis
 from fzero.comms.hangs.failures import store_barrier
+from fzero.comms.mesh import unfolded
 from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
@@ -319,7 +320,7 @@ class StepSpec(PlanSpec):
             "units": {unit.name: str(unit.numel) for unit in the_plan.units},
             "flat buffers": {b.key: ", ".join(b.layout.names) for b in the_plan.flat_buffers},
             "arguments": {
-                "mesh": str(the_plan.mesh),
+                "mesh": str(unfolded(the_plan.mesh, the_plan.seq_size)),
                 "schedule": self.schedule,
                 "optimizers": str(self.optimizers),
                 "updates": "; ".join(

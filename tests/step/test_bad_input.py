@@ -252,7 +252,7 @@ OTHER_PARALLELISMS = {
     "model_parallel": "tensor parallelism",
     "context": "context or sequence parallelism",
     "cp": "context or sequence parallelism",
-    "seq": "context or sequence parallelism",
+    "sp": "context or sequence parallelism",
     "sequence_parallel": "context or sequence parallelism",
     "SP": "context or sequence parallelism",
     "expert": "expert parallelism",
