@@ -21,7 +21,6 @@ def config_of(setup: Setup) -> dict[str, Any]:
         "initial_scale_power": setup.scale_power,
         "loss_scale_window": setup.scale_window,
         "hysteresis": 1,
-        "min_loss_scale": 1e-3,
     }
     zero = {
         "stage": setup.stage,

@@ -85,12 +85,13 @@ class EngineTrainer:
             for name, param in module.named_parameters():
                 master = utils.safe_get_full_fp32_param(param)
                 found[name] = found[name] if master is None else master.detach().clone()
-        return joined(found) | {name: x.detach().clone() for name, x in module.named_buffers()}
+        buffers = {name: x.detach().clone() for name, x in module.named_buffers()}
+        return {**joined(found), **buffers}
 
     def norm(self) -> Norm:
         grad_norm = self._engine.get_global_grad_norm()
         scale = getattr(self._engine.optimizer, "cur_scale", 1.0)
-        return Norm(grad_norm if grad_norm is None else float(grad_norm), float(scale))
+        return Norm(None if grad_norm is None else float(grad_norm), float(scale))
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), client_state={"stage": self._setup.stage})
