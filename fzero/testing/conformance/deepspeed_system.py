@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -31,9 +32,9 @@ def config_of(setup: Setup) -> dict[str, Any]:
         "stage": setup.stage,
         "stage3_param_persistence_threshold": 0,
         # its defaults hold 2 GB of buckets, whatever the model
-        "reduce_bucket_size": 2**17,
-        "allgather_bucket_size": 2**17,
-        "stage3_prefetch_bucket_size": 2**17,
+        "reduce_bucket_size": 2**16,
+        "allgather_bucket_size": 2**16,
+        "stage3_prefetch_bucket_size": 2**16,
         "overlap_comm": False,  # with it, stage 3 on CPUs does not repeat itself
         "memory_efficient_linear": False,  # its kernel computes in another order
     }
