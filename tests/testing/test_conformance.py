@@ -68,7 +68,7 @@ def marks_here(
 
 
 OF_ONE_CALL = [name for name in LAWS if name not in ON_NEW_RANKS]
-PARTS = 6
+PARTS = 10
 
 
 @pytest.mark.covering(1)

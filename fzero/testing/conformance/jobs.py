@@ -24,9 +24,9 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inlet = nn.Linear(FEATURES, 256)
-        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
-        self.outlet = nn.Linear(256, OUTPUTS)
+        self.inlet = nn.Linear(FEATURES, 128)
+        self.blocks = nn.ModuleList(nn.Linear(128, 128) for _ in range(16))
+        self.outlet = nn.Linear(128, OUTPUTS)
 
     def forward(self, x_BF: Tensor) -> Tensor:
         x = torch.tanh(self.inlet(x_BF))

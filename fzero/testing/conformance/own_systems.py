@@ -159,13 +159,20 @@ OWN_SYSTEMS = (
         aside="complex parameters are joined from real ones (torch.nn.utils.parametrize), as its "
         "error says; a job that thaws parameters passes after=",
     ),
-    System("fzero-engine", by_engine, ALL, version),
+    System("fzero-engine", by_engine, (1, 3), version, aside="in stages 1 and 3"),
     System(
         "fzero-captured",
         by_graph,
         (3,),
         version,
-        aside="compile='step', compile_backend='aot_eager': the scheduled graph, without generated code",
+        aside="compile='step', compile_backend='aot_eager': the scheduled graph, without generated code; in stage 3",
     ),
-    System("fzero-simulated", by_simulation, ALL, version, in_one_process=True),
+    System(
+        "fzero-simulated",
+        by_simulation,
+        (1, 3),
+        version,
+        in_one_process=True,
+        aside="in stages 1 and 3",
+    ),
 )
