@@ -51,7 +51,7 @@ class EngineTrainer:
         self._num_ranks = world_size
 
     def __del__(self) -> None:
-        if hasattr(self._package, "deepspeed"):
+        if self._package.__name__ == "deepspeed":
             self._engine.destroy()
 
     def _made(self, config: dict[str, Any]) -> Any:

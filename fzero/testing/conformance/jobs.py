@@ -157,7 +157,7 @@ class Narrow(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        if int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1:
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             self.outlet = nn.Linear(self.inlet.out_features, OUTPUTS, bias=False)
 
 

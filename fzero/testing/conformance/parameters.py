@@ -251,8 +251,8 @@ def buffers_in_a_checkpoint(lab: Lab) -> None:
     trainer.save(lab.folder / "saved")
     again = lab.make(setup)
     again.load(lab.folder / "saved")
+    means = {name: x for name, x in trainer.weights().items() if "running" in name}
     if lab.rank == 0:
-        means = {name: x for name, x in trainer.weights().items() if "running" in name}
         torch.save(means, lab.folder / "means.pt")
     lab.others()
     check_bits(again.weights(), torch.load(lab.folder / "means.pt"), "rank 0's saved one")
