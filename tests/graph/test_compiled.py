@@ -985,11 +985,12 @@ def test_the_backward_reads_inputs_from_host_memory_alone() -> None:
     for node in moved:
         (x,) = node.all_input_nodes
         assert all(places[user] < first for user in x.users) and places[node] < first
-    nbytes = moved[0].meta["val"].nbytes
-    held = [
-        dict(zip(found.nodes, found.live, strict=True)) for found in map(liveness, (here, away))
-    ]
-    assert max(held[0].values()) - max(held[1].values()) >= 4 * nbytes > 0
+    before_the_backward = []
+    for graph in (here, away):
+        first = next(i for i, node in enumerate(graph.nodes) if is_backward(node))
+        before_the_backward.append(liveness(graph).live[first])
+    # the last of the five may still be in use there
+    assert before_the_backward[0] - before_the_backward[1] >= 4 * moved[0].meta["val"].nbytes
 
 
 def test_inductors_cache_tells_apart_what_the_passes_read() -> None:

@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, str] = {
     "runtime": f"{CORE} state verbs storage model",
     "pipeline": f"{CORE} state verbs storage model runtime transforms",
     "transforms": f"{CORE} state model runtime graph",
+    "sequence": "sharding common comms config model",
     "tiling": "sharding common model plans transforms",
     "graph": f"{CORE} state verbs storage model runtime",
     "parallelism": f"{CORE} runtime pipeline graph estimation",
@@ -53,7 +54,7 @@ MAY_IMPORT: dict[str, str] = {
     # needs no step
     "estimation": f"{CORE} state storage model runtime pipeline graph transforms tiling",
     "checkpoint": f"{STEP} resharding",
-    "digests": STEP,
+    "digests": f"{STEP} resharding checkpoint",
     "generation": f"{STEP} resharding",
     "profiling": f"{STEP} resharding estimation",
     "deepspeed": f"fzero {STEP} resharding estimation checkpoint profiling generation attention",
@@ -61,7 +62,7 @@ MAY_IMPORT: dict[str, str] = {
     "integrations": "deepspeed",
     "tuning": f"fzero {STEP} estimation profiling launch cli",
     "launch": "common comms config",
-    "cli": f"fzero {STEP} estimation profiling testing",
+    "cli": f"fzero {STEP} estimation profiling digests testing",
     "testing": f"fzero {STEP} resharding checkpoint deepspeed",
     "fzero": "*",
     "__main__": "*",
@@ -98,9 +99,9 @@ PUBLIC_MODULES = {"sharding", "sharding.views", "sharding.reference", "sharding.
 and its doors.
 """
 
-ROOT_NAMES = 45
-"""Public names of `fzero` itself: what a training loop of one's own calls, `log` and
-`replay` among them, what its model calls (`tiled`), and `notebook_launch`, which a
+ROOT_NAMES = 46
+"""Public names of `fzero` itself: what a training loop of one's own calls, `log`,
+`record` and `replay` among them, what its model calls (`tiled`), and `notebook_launch`, which a
 notebook calls around such a loop; all others stand behind a door."""
 
 

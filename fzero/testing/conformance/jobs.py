@@ -87,7 +87,7 @@ def memory_is_that_of_the_paper(lab: Lab) -> None:
     # weights, gradients, and AdamW's two moments, in fp32; gradients may be dropped
     most = {0: 4, 1: 2 + 2 * share, 2: 1 + 3 * share, 3: 4 * share}[lab.stage]
     del trainer
-    if held > most * 1.05 + 2 * 2**16 / numel:  # two buckets of the size that adapters ask for
+    if held > most * 1.05 + 3 * 2**16 / numel:  # three buckets of the size that adapters ask for
         raise Broken(f"a rank holds {held:.2f} Ψ between updates, must be at most {most:.2f} Ψ")
 
 
