@@ -11,7 +11,6 @@ from fzero.testing.conformance.averages import ADAMW, SGD
 from fzero.testing.conformance.laws import (
     DEEPSPEED,
     TORCH,
-    Broken,
     Lab,
     Plain,
     check_bits,
@@ -50,24 +49,7 @@ def penalized(model: nn.Module, batch: Tensor) -> Tensor:
 
 @law("a gradient penalty is differentiated, too (§4)", "Gulrajani et al., arXiv:1704.00028")
 def gradient_penalty(lab: Lab) -> None:
-    try:
-        lab.check_plain(replace(SGD, loss=penalized))
-    except Broken:
-        raise
-    except Exception:  # some take the gradient by torch.func only
-        lab.check_plain(replace(SGD, loss=penalized_by_func))
-
-
-def penalized_by_func(model: nn.Module, batch: Tensor) -> Tensor:
-    """The same loss by `torch.func`."""
-
-    def total(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = model(x)
-        return y.sum(), y
-
-    grad, y = torch.func.grad(total, has_aux=True)(batch)
-    found: Tensor = y.mean() + (grad.norm(dim=1) - 1).square().mean()
-    return found
+    lab.check_plain(replace(SGD, loss=penalized))
 
 
 def tangent(model: nn.Module, batch: Tensor) -> Tensor:
