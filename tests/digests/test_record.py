@@ -16,10 +16,12 @@ from unittest.mock import patch
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from ranks import RankPool
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import fzero
 from fzero.__main__ import main
@@ -173,7 +175,7 @@ def made(stage: int, cfg: Mapping[str, Any] = {}, **keys: Any) -> fzero.TrainSte
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     full = {"optimizer": ADAM, "zero_optimization": zero, "gradient_clipping": 0.5} | cfg
     model = keys.pop("model", None) or model_of_seed()
-    return fzero.make_train_step(model, full, loss_fn=loss_of, units=UNITS, **keys)
+    return fzero.make_train_step(model, full, loss_fn=loss_of, **{"units": UNITS} | keys)
 
 
 def trained(
@@ -209,6 +211,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_recorded_step_has_the_bits_of_the_step_and_takes_the_same_states(
@@ -420,6 +423,43 @@ def test_a_plain_loop_is_the_run_of_fzero_to_rounding(ranks: RankPool, tmp_path:
         assert quantities >= {"loss", "gradient", "grad_norm", "lr", "exp_avg", "count", "weight"}
         # fzero knows the units
         assert {part.unit for part in found.parts if part.tensor == "h.1.weight"} == {"h.1"}
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def _of_torch(folder: str, kind: str) -> None:
+    model = small()
+    if kind == "FSDP2":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (model[0], model[2], model):  # type: ignore[index]
+            fully_shard(layer, mesh=mesh)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+    record_module(model, optimizer, folder)
+    for batch in batches(3, rank=dist.get_rank(), world_size=dist.get_world_size()):
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _small(folder: str) -> None:
+    trained(folder, 3, num=3, model=small(), units=("0", "2"), cfg={"gradient_clipping": 0.0})
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_a_loop_of_ddp_or_fsdp2_is_recorded_in_full(
+    ranks: RankPool, tmp_path: Path, kind: str
+) -> None:
+    ranks(2, _of_torch, str(tmp_path / "torch"), kind)
+    ranks(2, _small, str(tmp_path / "fzero"))
+    found = diff(tmp_path / "torch", tmp_path / "fzero")
+    assert found.beyond is None, str(found)
+    assert found.settings["ranks"] == ("2", "data 2")
+    assert len([x for x in found.parts if x.quantity == "exp_avg" and x.norm]) == 3 * 4
 
 
 @pytest.mark.parametrize(
