@@ -34,11 +34,12 @@ from torch import Tensor, nn
 from fzero import graph
 from fzero.comms.axes import AbstractAxis, CollectiveError, LockstepAxis
 from fzero.comms.lockstep import Hub, StuckError
+from fzero.comms.mesh import unfolded
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import RandomByRank, Stacked, VmapError
 from fzero.config.config import ConfigError
 from fzero.graph.schedule import CompileError
-from fzero.model.origin import Origin
+from fzero.model.model_check import ModelCheck
 from fzero.parallelism import parallelism_of
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.plan import Plan
@@ -208,9 +209,9 @@ class LockstepRanks:
         observe: Callable[[int, CommRecord], None] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        self._spec = spec = replace(spec, home=torch.device("cpu"))
+        self._spec = spec = replace(spec, meta_device=torch.device("cpu"))
         self._hub, self.world_size = Hub(world_size, spec.device), world_size
-        self._origin = Origin(spec.model)
+        self._model_check = ModelCheck(spec.model)
 
         def make(rank: int) -> TrainStep:
             own = replace(spec, model=_twin(spec), compile=None)
@@ -220,7 +221,7 @@ class LockstepRanks:
         self.steps = self._hub.run(make)
         # their models share tensors with the user's, which `_origin` checks
         for step in self.steps:
-            step.runtime.learned.origin.close()
+            step.runtime.learned.model_check.close()
         self._trees: RankTrees = (
             StackedTrees(world_size)
             if parallelism_of(spec).is_uniform
@@ -240,7 +241,7 @@ class LockstepRanks:
         self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None
     ) -> TrainState[Tensor]:
         """A new state of all ranks; arguments as for `TrainStep.init`."""
-        self._origin.look(given=params is not None)
+        self._model_check.record(given=params is not None)
         return self.joined(
             self.on_each(lambda rank: self.steps[rank].init(params, init_fn=init_fn))
         )
@@ -264,7 +265,7 @@ class LockstepRanks:
         ones, say).
         """
         steps = self.steps if steps is None else steps
-        self._origin.leave(partial(self._differing, state))
+        self._model_check.check_at_step(partial(self._differing, state))
         states, batches = self.states_of(state), self.batches_of(batch)
         try:
             results = self.on_each(lambda rank: steps[rank](states[rank], batches[rank]))
@@ -274,7 +275,7 @@ class LockstepRanks:
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, as `TrainStep.evaluate`."""
-        self._origin.check(partial(self._differing, state))
+        self._model_check.check(partial(self._differing, state))
         states, batches = self.states_of(state), self.batches_of(batch)
         return self.on_each(lambda rank: self.steps[rank].evaluate(states[rank], batches[rank]))[0]
 
@@ -406,7 +407,13 @@ class VmapRanks(LockstepRanks):
         """The step of a single rank, without processes."""
         own = replace(self._spec, model=_twin(self._spec), compile=None)
         return TrainStep(
-            own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh)
+            own,
+            AbstractAxis(
+                "data",
+                self.world_size,
+                backend="gloo",
+                mesh=unfolded(self.plan.mesh, self.plan.seq_size),
+            ),
         )
 
     def _make(self, compile: BackendName | None) -> TrainStep:
@@ -443,7 +450,7 @@ class VmapRanks(LockstepRanks):
         batches = zip(self.steps, self.batches_of(batch), strict=True)
         split = [list(step.runtime.batches.split(own)) for step, own in batches]
         self.check_state(state)
-        self._origin.leave(partial(self._differing, state))
+        self._model_check.check_at_step(partial(self._differing, state))
         micro_batches = [stacked(own) for own in zip(*split)]
         kept = optree.tree_leaves((state.params, state.master, state.optimizer))
         versions = [x._version for x in kept]

@@ -221,17 +221,23 @@ class TrainStep:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank among those of its stage of a pipeline; without one,
-        `rank`.
-        """
+        """This rank in its stage of a pipeline; without one, `rank`."""
         return self.runtime.ranks.rank
 
     @property
     def data_world_size(self) -> int:
-        """The number of ranks that divide a batch among them; without a pipeline
-        `world_size`.
-        """
+        """The ranks of a stage of a pipeline; without one, `world_size`."""
         return self.runtime.ranks.size
+
+    @property
+    def batch_rank(self) -> int:
+        """This rank's batch: the axis "seq" shares one."""
+        return self.data_rank // self.plan.seq_size
+
+    @property
+    def num_batches(self) -> int:
+        """The number of batches."""
+        return self.data_world_size // self.plan.seq_size
 
     @property
     def program(self) -> GraphProgram | None:
@@ -343,7 +349,7 @@ class TrainStep:
         weight: Tensor | None = None,
         num_parts: int = 1,
         is_last: bool = True,
-        keeps: bool = False,
+        retain_graph: bool = False,
     ) -> AccumulationWindow:
         """Adds the gradients of a loss, which comes from one or several forwards of
         this window, to the gradients of the state.
@@ -362,7 +368,7 @@ class TrainStep:
             is_last: whether this is the last backward before the update: gradients kept
                 in full are reduced now. A further backward reduces its own gradients,
                 and adds them.
-            keeps: whether the graph is kept, for another backward.
+            retain_graph: whether the graph is kept, for another backward.
         """
         return phases.backward(
             self.runtime,
@@ -371,11 +377,11 @@ class TrainStep:
             weight=weight,
             num_parts=num_parts,
             is_last=is_last,
-            keeps=keeps,
+            retain_graph=retain_graph,
         )
 
     def backward_through(
-        self, window: AccumulationWindow, loss: Tensor, *, keeps: bool = False
+        self, window: AccumulationWindow, loss: Tensor, *, retain_graph: bool = False
     ) -> AbstractContextManager[None]:
         """A context in which a backward of another step may run through forwards of
         this one (a generator's loss, through its discriminator). It adds no gradients
@@ -383,7 +389,7 @@ class TrainStep:
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
-        return phases.backward_through(self.runtime, window, loss, keeps=keeps)
+        return phases.backward_through(self.runtime, window, loss, retain_graph=retain_graph)
 
     def update(self, window: AccumulationWindow) -> tuple[State, Metrics]:
         """Ends a window: clips its gradients, skips an overflow, and updates. Raises

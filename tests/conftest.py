@@ -68,6 +68,7 @@ BUDGETS = {
     "profiling": 120,
     "resharding": 120,
     "runtime": 200,
+    "sequence": 200,
     "step": 400,
     "storage": 260,
     "testing": 900,

@@ -133,8 +133,8 @@ class Fixed(Pattern):
             self.num_global_blocks,
             self.num_different_global_patterns,
         )
-        found = positive(
-            self, "num_local_blocks", "num_global_blocks", "num_different_global_patterns"
+        found = at_least(
+            1, self, "num_local_blocks", "num_global_blocks", "num_different_global_patterns"
         )
         if any(found.values()):
             return found
@@ -195,7 +195,7 @@ class Variable(Pattern):
 
     def rules(self) -> dict[str, str]:
         sizes = self.local_window_blocks
-        found = _not_negative(self, "num_random_blocks") | _ranges(self) | _both_ways(self)
+        found = at_least(0, self, "num_random_blocks") | _ranges(self) | _both_ways(self)
         if not sizes or min(sizes) < 1:
             found["local_window_blocks"] = (
                 f"must be sizes of at least 1, one or more, got {list(sizes)}"
@@ -228,7 +228,7 @@ class BigBird(Pattern):
 
     def rules(self) -> dict[str, str]:
         names = ("num_random_blocks", "num_global_blocks")
-        return _not_negative(self, *names) | positive(self, "num_sliding_window_blocks")
+        return at_least(0, self, *names) | at_least(1, self, "num_sliding_window_blocks")
 
     def head_rows(self, num_blocks: int, head: int, random: Random) -> Sequence[int]:
         self._needs("num_global_blocks", num_blocks)
@@ -261,7 +261,7 @@ class BSLongformer(Pattern):
     attention: Attention = "bidirectional"
 
     def rules(self) -> dict[str, str]:
-        return positive(self, "num_sliding_window_blocks") | _ranges(self)
+        return at_least(1, self, "num_sliding_window_blocks") | _ranges(self)
 
     def head_rows(self, num_blocks: int, head: int, random: Random) -> Sequence[int]:
         rows = sliding(num_blocks, self.num_sliding_window_blocks)
@@ -286,7 +286,7 @@ class Local(Pattern):
     attention: Attention = "unidirectional"
 
     def rules(self) -> dict[str, str]:
-        return positive(self, "num_sliding_window_blocks")
+        return at_least(1, self, "num_sliding_window_blocks")
 
     def head_rows(self, num_blocks: int, head: int, random: Random) -> Sequence[int]:
         rows = sliding(num_blocks, self.num_sliding_window_blocks)
@@ -370,19 +370,13 @@ def _drawn(random: Random, population: int, count: int) -> int:
 # --- rules of options -----------------------------------------------------------------------------
 
 
-def positive(pattern: Pattern, *names: str) -> dict[str, str]:
-    """The error about options that must be at least 1, or None."""
+def at_least(least: int, pattern: Pattern, *names: str) -> dict[str, str]:
+    """By option what is wrong with it where it must be at least `least`; an empty text
+    is nothing.
+    """
     given = {name: getattr(pattern, name) for name in names}
     return {
-        name: f"must be at least 1, got {value}" if value < 1 else ""
-        for name, value in given.items()
-    }
-
-
-def _not_negative(pattern: Pattern, *names: str) -> dict[str, str]:
-    given = {name: getattr(pattern, name) for name in names}
-    return {
-        name: f"must be at least 0, got {value}" if value < 0 else ""
+        name: f"must be at least {least}, got {value}" if value < least else ""
         for name, value in given.items()
     }
 

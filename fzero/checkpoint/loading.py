@@ -23,7 +23,7 @@ from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.checkpoint.torch_jobs import TorchJob, is_torch_job, starts_of
 from fzero.common.arguments import check_no_inference, check_path
 from fzero.comms.hangs.failures import store_barrier
-from fzero.model.origin import listed
+from fzero.model.model_check import listed
 from fzero.plans.plan import Plan
 from fzero.resharding.new_state import begin_anew, blank, by_name, chosen_numbers, narrow, rescale
 from fzero.resharding.place import place

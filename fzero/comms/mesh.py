@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from fzero.comms.axes import WORLD, AbstractAxis, ProcessAxis, RankAxis, observe
 from fzero.comms.collectives import GATHER, OTHER, REDUCE, AnyAxis, Axis
 from fzero.comms.comm_hooks import CommHook, Sending, State
 from fzero.comms.pending import Pending, ended
-from fzero.comms.process_group import AnyRank, along
+from fzero.comms.process_group import AnyRank, along, once_more
 from fzero.comms.records import CommRecord, Label
 from fzero.comms.stacked import StackedAxis
 from fzero.comms.traced import TracedAxis
@@ -45,6 +45,11 @@ Hooks = Mapping[str, CommHook]
 States = Mapping[str, State]
 """The comm hooks of one flat buffer, and their states, by axis."""
 _NONE: Mapping[str, Any] = {}
+SEQ = "seq"
+"""The axis whose ranks share the tokens of the same samples (`fzero.sequence`). For ZeRO
+they are ranks of "data" like any other: `fzero.plans.mesh_axes.folded`
+makes one axis of both.
+"""
 
 
 class MeshPlan(Protocol):
@@ -60,7 +65,24 @@ class MeshPlan(Protocol):
     def axes(self) -> tuple[str, ...]: ...
     @property
     def replicate_axes(self) -> tuple[str, ...]: ...
+    @property
+    def seq_size(self) -> int: ...
     def shard_of(self, rank: int) -> int: ...
+
+
+def unfolded(mesh: Mesh, seq_size: int) -> Mesh:
+    """The mesh of the ranks, of which `fzero.plans.mesh_axes.folded` makes the mesh of the state.
+
+    >>> unfolded(Mesh.of(node=2, data=8), 2).axes
+    (('node', 2), ('data', 4), ('seq', 2))
+    """
+    if seq_size == 1:
+        return mesh
+    axes: list[tuple[str, int]] = []
+    for name, size in mesh.axes:
+        is_data = name == DATA
+        axes += [(name, size // seq_size), (SEQ, seq_size)] if is_data else [(name, size)]
+    return Mesh(tuple(axes))
 
 
 def is_several(mesh: Mesh) -> bool:
@@ -77,11 +99,14 @@ class AxisMesh(Generic[AnyAxis]):
         axes: the axes over which the finest shards lie, major first (`Plan.axes`).
         replicate_axes: the axes along which other ranks hold the same shards
             (`Plan.replicate_axes`).
+        seq: the ranks that share the tokens of the same samples (`Plan.seq_size`); None
+            where each rank has samples of its own.
     """
 
     world: AnyAxis
     axes: tuple[AnyAxis, ...]
     replicate_axes: tuple[AnyAxis, ...]
+    seq: AnyAxis | None = field(default=None, kw_only=True)
 
     def start_all_gather(
         self,
@@ -219,14 +244,18 @@ class RankMesh(AxisMesh[RankAxis]):
         """The axes of this rank. *Collective* on several axes of processes: the first
         call makes a process group for each.
         """
-        return cls(*_axes(world, plan), plan.shard_of(world.rank))
+        return cls(*_axes(world, plan), plan.shard_of(world.rank), seq=seq_axis(world, plan))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same ranks, whose collectives are also reported to `observe`."""
         both = (self.axes, self.replicate_axes)
         axes, replicate_axes = (tuple(observed(axis, observe) for axis in own) for own in both)
         return replace(
-            self, world=observed(self.world, observe), axes=axes, replicate_axes=replicate_axes
+            self,
+            world=observed(self.world, observe),
+            axes=axes,
+            replicate_axes=replicate_axes,
+            seq=None if self.seq is None else observed(self.seq, observe),
         )
 
 
@@ -242,6 +271,18 @@ def _axes(
         tuple(along(world, plan.mesh, name) for name in names) for names in both
     )
     return replace(world, name=WORLD), axes, replicate_axes
+
+
+def seq_axis(world: Any, plan: MeshPlan) -> Any:
+    """The ranks that share the tokens of this rank's samples, an axis of the kind of
+    `world`; None where it has its own. *Collective* on processes, like `RankMesh.of`.
+    """
+    if plan.seq_size == 1:
+        return None
+    axis = along(world, unfolded(plan.mesh, plan.seq_size), SEQ)
+    # The collectives of a forward must not come between those of the state in one group.
+    is_all = axis.size == world.size and not isinstance(axis, AbstractAxis)
+    return once_more(axis) if is_all else axis
 
 
 # --- meshes in a graph ----------------------------------------------------------------------------
@@ -286,7 +327,13 @@ def traced_mesh(
     axes, replicate_axes = (tuple(TracedAxis.of(axis, device) for axis in own) for own in several)
     # An axis as long as the world has the world's group, so both take one name.
     as_long = (axis for axis in (*axes, *replicate_axes) if axis.size == world.size)
-    return AxisMesh(next(as_long, None) or TracedAxis.of(all_ranks, device), axes, replicate_axes)
+    seq = seq_axis(world, plan)
+    return AxisMesh(
+        next(as_long, None) or TracedAxis.of(all_ranks, device),
+        axes,
+        replicate_axes,
+        seq=None if seq is None else TracedAxis.of(seq, device),
+    )
 
 
 def stacked_mesh(ranks: Stacked, plan: MeshPlan) -> AxisMesh[StackedAxis]:
@@ -294,7 +341,9 @@ def stacked_mesh(ranks: Stacked, plan: MeshPlan) -> AxisMesh[StackedAxis]:
     axes, replicate_axes = (
         tuple(map(ranks.axis, names)) for names in (plan.axes, plan.replicate_axes)
     )
-    return AxisMesh(StackedAxis(plan.world_size, ranks=ranks), axes, replicate_axes)
+    mesh = unfolded(plan.mesh, plan.seq_size)
+    seq = None if plan.seq_size == 1 else StackedAxis.of(mesh, SEQ, ranks)
+    return AxisMesh(StackedAxis(plan.world_size, ranks=ranks), axes, replicate_axes, seq=seq)
 
 
 # --- parts of collectives along several axes ------------------------------------------------------

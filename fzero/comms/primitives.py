@@ -207,7 +207,8 @@ class Primitive:
         if isinstance(axis, RankAxis) and not _is_traced(x):
             result = self.start(flat, axis=axis, label=label).wait()
         else:
-            result = getattr(_traced(axis, x), self.name)(flat)
+            with collectives.labelled(label):
+                result = getattr(_traced(axis, x), self.name)(flat)
         if x.dim() == 1:
             return result
         if not self.joins:
@@ -371,7 +372,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, number, ctx.name, ctx.where, _, _ = inputs
+        _, number, ctx.name, ctx.where, _, ctx.label = inputs
         numbers = () if number is None else (number,)
         ctx.save_for_backward(*numbers)
         ctx.save_for_forward(*numbers)
@@ -412,8 +413,15 @@ class _Collective(torch.autograd.Function):
 def _again(ctx: Any, x: Tensor, primitive: Primitive) -> Tensor:
     """Applies another primitive over the same ranks."""
     number = ctx.saved_tensors[0] if ctx.saved_tensors else None
-    result: Tensor = _Collective.apply(x, number, primitive.name, ctx.where, None, primitive.label)  # type: ignore[no-untyped-call]
+    label, own = ctx.label, PRIMITIVES[ctx.name].label
+    label = primitive.label if label == own else _transposed(label)
+    result: Tensor = _Collective.apply(x, number, primitive.name, ctx.where, None, label)  # type: ignore[no-untyped-call]
     return result
+
+
+def _transposed(label: Label) -> Label:
+    """The label of the collective in the backward."""
+    return replace(label, phase="backward") if label.phase == "forward" else label
 
 
 # --- captures -------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ Purpose = Literal[
     "files",
     "save",
     "stages",
+    "heads",
     "other",
 ]
 Phase = Literal["", "forward", "boundary", "backward", "update"]
@@ -52,6 +53,7 @@ PURPOSES: dict[Purpose, str] = {
     "files": "check of the files of all ranks",
     "save": "save or load",
     "stages": "message between pipeline stages",
+    "heads": "exchange of tokens and heads",
     "other": "collective",
 }
 """The names of the purposes in error messages and tables."""

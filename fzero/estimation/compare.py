@@ -175,8 +175,8 @@ class Candidate:
             purpose: those of `Plan.bytes_by_memory`; on the device, at the peak,
             `gathers`, `reductions`, `arrivals` (receive buffers of reductions),
             `streams`, `activations`, and on the CPU `kept` (pooled) buffers; in host
-            memory `sub-groups` in transfer, and `activations` kept there for the
-            backward.
+            memory (on the CPU the device's) `sub-groups` in transfer, and `activations`
+            kept there for the backward.
         tokens: the number of tokens of all ranks in a step; 0 without a batch of
             tokens.
         generating: the bytes between two steps while a rank generates, if they are
@@ -494,12 +494,14 @@ def memory_of(step: DryRun) -> dict[str, dict[str, int]]:
     """Bytes by kind of memory and by purpose; on the device, those at the peak."""
     held = {kind: dict(parts) for kind, parts in step.memory.items()}
     held["device"] = step.at_peak
-    on_host = held.get("host", {}) if step.device == "cuda" else {}  # else counted on the device
-    held["host"] = on_host | {
-        "activations": step.host_inputs,
-        "sub-groups": step.host_pool,
-        "gaps": step.host_gaps,
-    }
+    if step.device == "cpu":  # host memory is the device's, and its state is counted there
+        held["device"], held["host"] = held["device"] | {"sub-groups": step.host_pool}, {}
+    else:
+        held["host"] = held.get("host", {}) | {
+            "activations": step.host_inputs,
+            "sub-groups": step.host_pool,
+            "gaps": step.host_gaps,
+        }
     return {
         kind: {name: n for name, n in parts.items() if n}
         for kind, parts in held.items()

@@ -1,11 +1,12 @@
 """`Search`: the configurations that `fzero.estimation.fit` tries, in which order, and
-the needs of each.
+the needs of each. `Limits`: the memory that they must fit into.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -22,6 +23,23 @@ from fzero.plans.machine_model import MachineModel
 from fzero.runtime.batches import LossFn
 from fzero.runtime.step_spec import StepSpec
 from fzero.tiling import proposed_tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bytes that a rank may hold on its device, in host memory and in files."""
+
+    device: float
+    host: float = math.inf
+    disk: float = math.inf
+
+    def hold(self, candidate: Candidate) -> bool:
+        """Whether a configuration fits, while it trains and while it generates."""
+        generating = candidate.generating
+        if generating is not None and min(generating.by_copy, generating.by_unit) > self.device:
+            return False
+        limits = {"device": self.device, "host": self.host, "nvme": self.disk}
+        return all(candidate.nbytes(kind) <= most for kind, most in limits.items())
 
 
 class Search:

@@ -30,7 +30,7 @@ from fzero.common.collector import collector_paused
 from fzero.common.text_tables import as_text, scale_of, shown
 from fzero.config.config import ConfigError
 from fzero.estimation.compare import Candidate, Keys, keys_of, quietly, samples_of
-from fzero.estimation.fit_search import Search
+from fzero.estimation.fit_search import Limits, Search
 from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
 from fzero.estimation.pipelines import PipelinePlan, best_pipelines
@@ -40,23 +40,6 @@ from fzero.runtime.batches import LossFn
 
 Progress = Callable[[int, int], None]
 """A function that gets the number of configurations planned so far, and of all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The bytes that a rank may hold on its device, in host memory and in files."""
-
-    device: float
-    host: float = math.inf
-    disk: float = math.inf
-
-    def hold(self, rung: Candidate) -> bool:
-        """Whether a configuration fits, while it trains and while it generates."""
-        generating = rung.generating
-        if generating is not None and min(generating.by_copy, generating.by_unit) > self.device:
-            return False
-        limits = {"device": self.device, "host": self.host, "nvme": self.disk}
-        return all(rung.nbytes(kind) <= most for kind, most in limits.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +214,7 @@ def fit(
             an fp32 master, and AdamW. Stages below its own are not tried.
         world_size: number of ranks W.
         device_nbytes, host_nbytes, disk_nbytes: the memory of one rank; leave room for
-            uncounted allocations.
+            uncounted allocations. On the CPU host memory is the device's.
         nvme_path: a folder for files; None tries no files, unless the configuration has
             a folder.
         machine: the rates.
@@ -257,6 +240,11 @@ def fit(
     for name, value in (("device", device_nbytes), ("host", host_nbytes), ("disk", disk_nbytes)):
         check_kind(
             f"{name}_nbytes", value, int | float, "a number of bytes", "pass 80e9 for 80 GB, say"
+        )
+    if device == "cpu" and host_nbytes != math.inf:
+        raise ConfigError(
+            f'fit: host_nbytes must be left out with device="cpu", where host memory is the '
+            f"device's, got {host_nbytes:.3g}; pass all of it as device_nbytes"
         )
     limits = Limits(device_nbytes, host_nbytes, disk_nbytes)
     choices, report = list(search.choices()), progress or (lambda done, total: None)

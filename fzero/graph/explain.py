@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fzero.common.arguments import check_kind
+from fzero.comms.mesh import unfolded
 from fzero.graph.program import GraphProgram
 from fzero.graph.timeline import StepTimeline, joined, make_timeline
 from fzero.plans.machine_model import MachineModel
@@ -51,7 +52,7 @@ def explain(step: Explained, batch: Any, *, machine: MachineModel | None) -> Ste
         "a fzero.graph.MachineModel",
         "pass fzero.graph.MachineModel(flops=1e13), say",
     )
-    title = f"stage {step.plan.stage} on {describe(step.plan.mesh)}"
+    title = f"stage {step.plan.stage} on {describe(unfolded(step.plan.mesh, step.plan.seq_size))}"
     if batch is None:
         graphs = step.program.compiled.graphs if step.program else []
         if step.program is None or not graphs:

@@ -82,7 +82,7 @@ _CHANGEABLE = (list, set, dict, deque)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DictEntry:
     """An entry of a dict, such as an attribute of a module: the dict, the key, and a
     name for messages.
     """
@@ -109,7 +109,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._values: list[tuple[Place, Any]] = []
+        self._values: list[tuple[DictEntry, Any]] = []
         self._holdings: list[Holding] = []
         # the dicts that were empty, as most of a module's are (its hooks)
         self._empty: list[tuple[str, dict[Any, Any]]] = []
@@ -166,7 +166,7 @@ class Guard:
                     read.add(at)
                     for each in own.keys() - set(_OF_THE_STATE):
                         if not _is_of_a_step(own[each]):
-                            guard._record(Place(own, each, f"{names[at[0]]}.{each}"))
+                            guard._record(DictEntry(own, each, f"{names[at[0]]}.{each}"))
             elif (
                 at not in read
                 and at[0] in names
@@ -175,7 +175,7 @@ class Guard:
             ):
                 read.add(at)
                 if not any(key in own[slots] for slots in _OF_THE_STATE[:3]):
-                    guard._record(Place(own, key, f"{names[at[0]]}.{key}"))
+                    guard._record(DictEntry(own, key, f"{names[at[0]]}.{key}"))
             return get(self, key)
 
         nn.Module.__getattribute__ = access  # type: ignore[method-assign, assignment]
@@ -191,10 +191,10 @@ class Guard:
 
     def changed(self) -> str | None:
         """A text about one value that has changed since; None if none has."""
-        for place, then in self._values:
-            now = place.get()
+        for entry, then in self._values:
+            now = entry.get()
             if now is not then and not is_same(now, then):
-                return f"{place.name} == {_text(now)}, and was {_text(then)}"
+                return f"{entry.name} == {_text(now)}, and was {_text(then)}"
         for holding in self._holdings:
             if not are_same(holding.look(holding.value), holding.parts):
                 return f"the contents of {holding.name}"
@@ -213,14 +213,14 @@ class Guard:
         for cached in self._cached:
             cached.cache_clear()  # it may hold tensors of the trace
         found = []
-        for place, then in self._values:
+        for entry, then in self._values:
             if (
-                (now := place.get()) is not then
-                and id(place.owner) not in self._own
+                (now := entry.get()) is not then
+                and id(entry.owner) not in self._own
                 and has_traced(now)
             ):
-                place.set(then)
-                found.append(place.name)
+                entry.set(then)
+                found.append(entry.name)
         for holding in self._holdings:
             now = holding.look(holding.value)
             if are_same(now, holding.parts):
@@ -240,12 +240,12 @@ class Guard:
 
     # --- what values hold -------------------------------------------------------------------------
 
-    def _record(self, place: Place, depth: int = 0) -> None:
+    def _record(self, entry: DictEntry, depth: int = 0) -> None:
         """Records an entry, and what its value holds."""
-        value = place.get()
-        is_input = isinstance(value, Tensor) and id(place.owner) in self._own
-        self._values.append((place, TensorKind.of(value) if is_input else value))
-        self._follow(value, place.name, depth)
+        value = entry.get()
+        is_input = isinstance(value, Tensor) and id(entry.owner) in self._own
+        self._values.append((entry, TensorKind.of(value) if is_input else value))
+        self._follow(value, entry.name, depth)
 
     def _hold(self, name: str, value: Any) -> list[tuple[Any, Any]]:
         """Records the parts of a value; returns them with their names or numbers,
@@ -326,13 +326,13 @@ class Guard:
             self._follow(held, f"{function.__name__}.{key}")
         names = names_of_code(function.__code__)
         for name in sorted(names & function.__globals__.keys()):
-            self._record(Place(function.__globals__, name, name))
+            self._record(DictEntry(function.__globals__, name, name))
             if isinstance(value := function.__globals__[name], ModuleType):
                 self._follow_module(value, names, name, set())
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
-            self._record(Place(_Cell(cell), name, name))
+            self._record(DictEntry(_Cell(cell), name, name))
 
     def _follow_module(
         self, module: ModuleType, names: set[str], path: str, above: set[int]
@@ -341,10 +341,10 @@ class Guard:
         if module is os and not names.isdisjoint(("environ", "getenv")):
             self._follow(os.environ, "os.environ")
         for name in sorted(names & vars(module).keys()) if id(module) not in above else ():
-            place, value = Place(vars(module), name, f"{path}.{name}"), vars(module)[name]
-            self._values.append((place, value)) if is_installed(module) else self._record(place)
+            entry, value = DictEntry(vars(module), name, f"{path}.{name}"), vars(module)[name]
+            self._values.append((entry, value)) if is_installed(module) else self._record(entry)
             if isinstance(value, ModuleType):
-                self._follow_module(value, names, place.name, above | {id(module)})
+                self._follow_module(value, names, entry.name, above | {id(module)})
 
     def _follow_method(self, method: MethodType) -> None:
         """A method's code, and the attributes of its object that it and the methods
@@ -361,11 +361,11 @@ class Guard:
         while left := names - found:
             found.add(name := left.pop())
             if name in own:
-                self._record(Place(own, name, f"{type(owner).__name__}.{name}"))
+                self._record(DictEntry(own, name, f"{type(owner).__name__}.{name}"))
                 continue
             for kind in kinds:
                 if name in vars(kind):
-                    self._record(Place(_OfClass(kind), name, f"{kind.__name__}.{name}"))
+                    self._record(DictEntry(_OfClass(kind), name, f"{kind.__name__}.{name}"))
             called = getattr(type(owner), name, None)
             called = called.fget if isinstance(called, property) else called
             if isinstance(called, FunctionType):

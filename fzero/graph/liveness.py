@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from fzero.graph.analysis import Analysis, analyse
+from fzero.graph.host_inputs import TO_HOST
 from fzero.graph.nodes import WAIT, is_collective, nbytes_of, numel_of, start_of, storages
 
 
@@ -84,6 +85,8 @@ def _count(now: list[int], root: Node, sign: int, is_gathered: bool) -> None:
     """Adds the bytes and elements of `root` to the totals `now`, or subtracts them."""
     is_tuple = isinstance(root.meta.get("val"), list | tuple)  # its items are counted one by one
     if root.op != "call_function" or (is_tuple and not is_collective(root)):
+        return
+    if root.target is TO_HOST:  # it is in host memory
         return
     now[0] += sign * nbytes_of(root)
     if is_gathered:

@@ -83,7 +83,7 @@ class ModelInGraph:
         self._of_params: set[str] = set()  # attributes that any forward has set to a parameter
         how: dict[str, Any] = {"autocast": run.autocast, "device": run.device.type}
         self._loss_of: Callable[[Any], tuple[Tensor, Tensor | None]] = partial(
-            loss_of, spec.model, spec.loss_fn, reduces_by_sum=not self._rules.is_mean, **how
+            loss_of, spec.model, run.loss_fn, reduces_by_sum=not self._rules.is_mean, **how
         )
         # Functions of the model, whose tensors have another class under torch.vmap.
         self._functions: list[FunctionType] = []
@@ -245,6 +245,7 @@ class ModelInGraph:
             rank=ranks.rank if isinstance(ranks, Stacked) else run.rank,
             num_micro=run.plan.num_micro_steps,
             aliases=run.plan.aliases,
+            seq=self._graph.seq,
         )
 
     def _forward(

@@ -178,7 +178,9 @@ class GraphProgram:
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         with self._loaded(run, run.offload.transfer(run.scratch), state) as params:
             given = TrainState(state.step, params, {}, {}, {}, buffers, state.loss_scale, {}, {})
-            return self.compiled.evaluate(given, run.batches.cast(plain(batch)))
+            return self.compiled.evaluate(
+                given, run.batches.cast(plain(run.batches.changed(batch)))
+            )
 
     @contextmanager
     def _loaded(

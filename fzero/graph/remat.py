@@ -5,12 +5,13 @@ The graph is a training step's. Each operator of a checkpointed module's forward
 traced inside `marked`, and the backward inside `annotate(BACKWARD)`.
 
 1. A *region* is the nodes of one forward call of a checkpointed module. Its output,
-   which other nodes of the forward read, is kept, and so is its input.
+   which other nodes of the forward read, is kept, and so is its input (or its copy in
+   host memory, `fzero.graph.host_inputs`).
 2. The backward reads any other tensor of a region from a copy, recomputed from the
    input just before the first such use. So the region's own tensors are freed as soon
    as the forward no longer needs them.
 3. Not repeated are random operators (their results are kept; for dropout, its mask),
-   collectives, higher-order operators and in-place writes. Gathered parameters are not
+   collectives, copies to host memory, higher-order operators and in-place writes. Gathered parameters are not
    copied: the second run is one more use of them, close to the backward's, for
    `run_passes` to plan.
 
@@ -34,6 +35,7 @@ from torch.fx.node import map_arg
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fzero.graph.analysis import analyse
+from fzero.graph.host_inputs import TO_HOST, read_inputs
 from fzero.graph.nodes import aten, is_mutation, storages
 from fzero.graph.schedule import copy_of
 
@@ -125,6 +127,7 @@ def rematerialise_in_place(graph: Graph, modules: Iterable[str]) -> None:
     )
     regions = _regions(forward, modules)
     _recompute(graph, backward, _repeatable(graph, regions, [*forward, *rest]))
+    read_inputs(forward)
     graph.lint()
 
 
@@ -211,7 +214,10 @@ def _repeatable(graph: Graph, regions: Mapping[Node, str], others: list[Node]) -
             repeats = node.args[0] in again or _mask_of(node) is not None
         else:
             repeats = isinstance(node.target, torch._ops.OpOverload) and not (
-                _is_random(node) or is_mutation(node) or node.target.namespace == "_c10d_functional"
+                _is_random(node)
+                or is_mutation(node)
+                or node.target is TO_HOST
+                or node.target.namespace == "_c10d_functional"
             )
         if repeats:
             again.add(node)

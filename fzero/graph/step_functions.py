@@ -37,7 +37,7 @@ from fzero.optim.loss_scale import LossScale
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan
 from fzero.runtime.finish import Outcome, finish, norm_parts
-from fzero.runtime.module_buffers import agreed_buffers, range_places
+from fzero.runtime.module_buffers import agreed_buffers, range_starts
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 from fzero.verbs import (
@@ -369,7 +369,7 @@ class StepFunctions:
         for names in by_dtype.values():
             flat = torch.cat([buffers[name].reshape(-1) for name in names])
             rows = collectives.stack(flat, self._graph.world, label=Label("buffers"))
-            places = range_places([(buffers[name].numel(), name in self._ranges) for name in names])
+            places = range_starts([(buffers[name].numel(), name in self._ranges) for name in names])
             values = torch.split(
                 agreed_buffers(rows, places), [buffers[name].numel() for name in names]
             )
@@ -388,7 +388,7 @@ def _by_group(mesh: AxisMesh[Any]) -> dict[str, TracedAxis]:
     """The axes of one rank, by the names of their groups in a graph."""
     axes = [
         axis
-        for axis in (mesh.world, *mesh.axes, *mesh.replicate_axes)
+        for axis in (mesh.world, *mesh.axes, *mesh.replicate_axes, mesh.seq)
         if isinstance(axis, TracedAxis)
     ]
     return {axis.group_name: axis for axis in axes if axis.size > 1}

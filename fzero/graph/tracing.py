@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.common.collector import collector_paused
 from fzero.common.random_states import order_in_memory
-from fzero.graph.guards import OF_RECURRENT, Guard, Place, has_traced
+from fzero.graph.guards import OF_RECURRENT, DictEntry, Guard, has_traced
 from fzero.graph.holdings import MISSING
 from fzero.graph.impure import (
     LIFTS,
@@ -88,12 +88,12 @@ class Traced:
 
     module: GraphModule
     paths: Sequence[tuple[Any, ...]]
-    attributes: Sequence[Place]
+    attributes: Sequence[DictEntry]
     constants: Sequence[Tensor]
     treespec: optree.PyTreeSpec
     others: Sequence[Any]
-    kept: Sequence[Place]
-    replaced: Sequence[tuple[Place, Any]]
+    kept: Sequence[DictEntry]
+    replaced: Sequence[tuple[DictEntry, Any]]
     written: Sequence[Tensor]
     guard: Guard
 
@@ -108,13 +108,13 @@ class Traced:
         which runs the graph.
         """
         results = iter(
-            run([*tensors, *(place.get() for place in self.attributes), *self.constants])
+            run([*tensors, *(entry.get() for entry in self.attributes), *self.constants])
         )
         leaves = [next(results) if other is None else other[0] for other in self.others]
-        for place in self.kept:
-            place.set(next(results))
-        for place, value in self.replaced:
-            place.set(value)
+        for entry in self.kept:
+            entry.set(next(results))
+        for entry, value in self.replaced:
+            entry.set(value)
         for tensor in self.written:
             tensor.copy_(next(results))
         return self.treespec.unflatten(leaves)
@@ -192,13 +192,13 @@ class _Tracing:
         self.paths = [
             path for path, leaf in zip(paths, self.leaves, strict=True) if isinstance(leaf, Tensor)
         ]
-        own = (Place(own, key, name) for name, own, key in self.index.attributes())
+        own = (DictEntry(own, key, name) for name, own, key in self.index.attributes())
         tensors = [
             x for x in own if isinstance(x.get(), Tensor) and not isinstance(x.get(), nn.Parameter)
         ]
         self.attributes = [x for x in tensors if id(x.get()) not in held]
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        self.inputs += [place.get() for place in self.attributes]
+        self.inputs += [entry.get() for entry in self.attributes]
 
     def run(self, *given: Tensor) -> list[Tensor]:
         """The function on functional tensors; then writes the arguments that it has
@@ -208,10 +208,10 @@ class _Tracing:
             inputs = [FunctionalTensor.to_functional(x) for x in given]
             tensors = iter(inputs)
             leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-            for place in self.attributes:
-                marks = marks_of(place.get())
-                place.set(next(tensors))
-                vars(place.get()).update(marks)
+            for entry in self.attributes:
+                marks = marks_of(entry.get())
+                entry.set(next(tensors))
+                vars(entry.get()).update(marks)
             before = [
                 (name, own, dict(own))
                 for name, module in self.index.modules.items()
@@ -227,7 +227,7 @@ class _Tracing:
             leaves, self.result_spec = optree.tree_flatten(result, none_is_leaf=True)
             self.others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
             self.kept, self.replaced = _set_by(before, self.index)
-            kept = [place.get() for place in self.kept]
+            kept = [entry.get() for entry in self.kept]
             held = {real: now for real, now in mode.held.values() if has_changed(now)}
             self.written = list(held)
             results = [
@@ -244,9 +244,9 @@ class _Tracing:
         num_given = len(self.paths)
         placeholders = module.graph.find_nodes(op="placeholder")
         attributes = []
-        for place, node in zip(self.attributes, placeholders[num_given:], strict=True):
+        for entry, node in zip(self.attributes, placeholders[num_given:], strict=True):
             if node.users:
-                attributes.append(place)
+                attributes.append(entry)
             else:
                 module.graph.erase_node(node)
         constants = _take_constants(module)
@@ -323,41 +323,41 @@ def memory_of(x: Tensor) -> int:
 
 def _set_by(
     before: list[tuple[str, dict[str, Any], dict[str, Any]]], index: ModuleIndex
-) -> tuple[list[Place], list[tuple[Place, Any]]]:
+) -> tuple[list[DictEntry], list[tuple[DictEntry, Any]]]:
     """The attributes that a function has set: to tensors, and to other values, such as
     other children of the modules in `index`.
     """
     known = set(map(id, index.modules.values()))
     params = {id(slot.owner[slot.key]) for slot in index.slots("_parameters")}
-    kept: list[Place] = []
-    replaced: list[tuple[Place, Any]] = []
+    kept: list[DictEntry] = []
+    replaced: list[tuple[DictEntry, Any]] = []
     for name, now, then in before:
         for key, value in now.items():
-            place = Place(now, key, f"{name}.{key}" if name else key)
+            entry = DictEntry(now, key, f"{name}.{key}" if name else key)
             if then.get(key, now) is value or key in OF_RECURRENT:
                 continue
             if isinstance(value, Tensor) and id(value) not in params:
                 if value.requires_grad:
                     raise ImpureError(
-                        f"the forward stores a tensor that requires grad in {place.name!r}; store "
+                        f"the forward stores a tensor that requires grad in {entry.name!r}; store "
                         f"its .detach()"
                     )
-                kept.append(place)
+                kept.append(entry)
                 continue
             if has_traced(value):
                 raise ImpureError(
-                    f"the forward stores tensors in a {type(value).__name__}, {place.name!r}; "
+                    f"the forward stores tensors in a {type(value).__name__}, {entry.name!r}; "
                     f"store each in an attribute"
                 )
             made = value.modules() if isinstance(value, nn.Module) else ()
             if any(has_traced(vars(module)) for module in made if id(module) not in known):
                 raise ImpureError(
-                    f"the forward makes the module {place.name!r} with tensors in it, and a graph "
+                    f"the forward makes the module {entry.name!r} with tensors in it, and a graph "
                     f"would keep those of its trace; make it in __init__, or with a forward before "
                     f"make_train_step"
                 )
-            replaced.append((place, value))
-        replaced += [(Place(now, key, key), MISSING) for key in then.keys() - now.keys()]
+            replaced.append((entry, value))
+        replaced += [(DictEntry(now, key, key), MISSING) for key in then.keys() - now.keys()]
     return kept, replaced
 
 

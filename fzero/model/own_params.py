@@ -7,7 +7,7 @@ bound (`fzero.model.binding`), each own parameter is a `StandIn`: an operator re
 the state's tensor instead. That tensor is gathered and trained like any other. The same
 holds for a tensor that shares a parameter's memory (`held_tensors`). Some uses cannot
 be intercepted in Python: `tensor_checks` raises for them. The module must not change
-before the first use of its state (`Origin`).
+before the first use of its state (`ModelCheck`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import chain
 from types import MethodType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -191,12 +191,17 @@ class Call:
     moving: frozenset[str] | None = None
     """The names of the buffers that a forward changes; None while they are not known.
     """
+    seq: Any = None
+    """The axis of the ranks that share the tokens of the same samples, for primitives
+    (`fzero.comms`); None where each rank has samples of its own.
+    """
     constant: Any = None
     """The value of `Changes.constant` of this transform."""
     num_constants: int = 0
     """The number of values that the constants of all transforms have."""
 
 
+LossFn = Callable[[nn.Module, Any], Any]
 Wrap = Callable[[str, nn.Module], Callable[..., Any]]
 """Makes a function that is the forward of a module, from its name and the module, whose
 `forward` is the one to wrap.
@@ -240,11 +245,22 @@ class Changes:
     """The forwards that modules have in a call, by the module's name; they may depend
     on n.
     """
+    batch: Callable[[Any, Any], Any] | None = None
+    """A function of a micro-batch, as it was given, and of the axis `Call.seq`: the
+    micro-batch that the loss is computed from. It runs outside of graphs.
+    """
+    loss: Callable[[LossFn | None], LossFn] | None = None
+    """Makes a loss function from the given one, or from None (the model's own output).
+    """
+    divides_tokens: bool = False
+    """Whether it divides the tokens of samples along the mesh axis "seq"; without such
+    a transform a mesh must not have this axis.
+    """
     is_by_forward: bool = False
     """Whether they read `Call.micro`, so that each forward is bound separately."""
     recomputed: tuple[str, ...] = ()
     """The modules that keep only their inputs and run again in the backward: a graph
-    does this instead of `forwards`.
+    does so itself.
     """
     not_in_graph: str = ""
     """The error for a step in one graph, which cannot have it; empty if it can."""
@@ -492,6 +508,23 @@ class AllChanges:
             if name in self.added and param.requires_grad
         }
         return own | frozenset[str]().union(*chosen) - self.added - self.sizes.keys()
+
+    @property
+    def divides_tokens(self) -> bool:
+        return any(one.divides_tokens for one in self._changes)
+
+    def batch_fn(self, seq: Any) -> Callable[[Any], Any] | None:
+        """The changes of a micro-batch on a rank of the axis `seq`; None for none."""
+        found = [one.batch for one in self._changes if one.batch is not None]
+        if seq is None or not found:
+            return None
+        return lambda batch: reduce(lambda changed, one: one(changed, seq), found, batch)
+
+    def loss_fn(self, given: LossFn | None) -> LossFn | None:
+        """The loss function with the changes of all transforms."""
+        for one in self._changes:
+            given = given if one.loss is None else one.loss(given)
+        return given
 
     def check_given(self, given: Collection[str], model: nn.Module) -> None:
         """Raises ValueError where a state dict has only some of the trained parameters

@@ -248,7 +248,7 @@ class Passes(ABC):
         self.do: dict[str, Callable[[PipeEvent], None]] = {
             "forward": self.forward,
             "receive_input": self.receive_input,
-            "send_output": self.send_output,
+            "send_output": self.send,
         }
 
     def receive_input(self, event: PipeEvent) -> None:
@@ -256,7 +256,7 @@ class Passes(ABC):
             message_of(self.order, event)
         )
 
-    def send_output(self, event: PipeEvent) -> None:
+    def send(self, event: PipeEvent) -> None:
         self.mailbox.send(
             message_of(self.order, event), self.outgoing.pop((event.chunk, event.micro_batch))
         )
@@ -384,7 +384,7 @@ class _Training(Passes):
             "backward_input": self.backward_input,
             "backward_weight": self.backward_weight,
             "receive_gradient": self.receive_gradient,
-            "send_gradient": self.send_gradient,
+            "send_gradient": self.send,
         }
 
     # --- forwards ---------------------------------------------------------------------------------
@@ -470,11 +470,6 @@ class _Training(Passes):
         received = self.mailbox.receive(message_of(self.order, event))
         self.is_sum, *self.output_grads[event.chunk, event.micro_batch] = received.filled(
             received.tensors
-        )
-
-    def send_gradient(self, event: PipeEvent) -> None:
-        self.mailbox.send(
-            message_of(self.order, event), self.outgoing.pop((event.chunk, event.micro_batch))
         )
 
     def backward(self, event: PipeEvent) -> None:

@@ -30,7 +30,7 @@ from fzero.pipeline.messages import Links, Mailbox
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder, with_transfers
-from fzero.pipeline.partition import Bounds
+from fzero.pipeline.partition import Bounds, owner
 from fzero.pipeline.stages import Stages, Tie, order_of
 from fzero.plans.param_groups import group_of
 from fzero.plans.plan import FlatParamPlan, Plan
@@ -194,7 +194,7 @@ def _rounded_alike(run: StepRuntime, spec: StepSpec, model: PipelineModule) -> S
     )
     starts = accumulate((buffer.padded_numel for buffer in buffers), initial=0)
     places = {buffer.key: start for buffer, start in zip(buffers, starts, strict=False)}
-    updater = replace(run.updater, places=places)
+    updater = replace(run.updater, first_elements=places)
     return replace(run, updater=updater, builder=replace(run.builder, updater=updater))
 
 
@@ -238,7 +238,7 @@ def _stages(
         )
     ties = []
     for key, tied in model.tied.items():
-        holders = tuple(sorted({order.stage_of[_chunk(bounds, index)] for index in tied.indices}))
+        holders = tuple(sorted({order.stage_of[owner(bounds, index)] for index in tied.indices}))
         keys = tuple(
             b.key
             for b in run.plan.flat_buffers
@@ -283,12 +283,6 @@ def _module_in(name: str) -> str:
 def _units(layers: StageLayers) -> list[str]:
     """One unit for each layer with parameters."""
     return list(dict.fromkeys(_module_in(name) for name, _ in layers.named_parameters()))
-
-
-def _chunk(bounds: Sequence[int], layer: int) -> int:
-    return next(
-        chunk for chunk in range(len(bounds) - 1) if bounds[chunk] <= layer < bounds[chunk + 1]
-    )
 
 
 def _blocks(

@@ -15,7 +15,7 @@ import math
 import re
 
 from fzero.comms.axes import WORLD
-from fzero.comms.mesh import is_several
+from fzero.comms.mesh import SEQ, is_several
 from fzero.config.config import ConfigError
 from fzero.config.zero import ZeroOptimization
 from sharding import DATA, Mesh
@@ -49,7 +49,11 @@ OTHER_AXES = {
 word parallel.
 """
 
-OF_FZERO = {"a pipeline": "a pipeline's axis is 'pipe', for a PipelineModule"}
+OF_FZERO = {
+    "a pipeline": "a pipeline's axis is 'pipe', for a PipelineModule",
+    "context or sequence parallelism": f"the axis that divides the tokens is {SEQ!r}, with "
+    f"transforms=[fzero.sequence.ulysses({SEQ!r})]",
+}
 """The parallelisms among these that fzero has, each with its own axis."""
 
 
@@ -86,13 +90,45 @@ def check_mesh(given: object) -> None:
             f"CommRecord, got {given}; give the axis another name"
         )
     for name, size in given.axes if given is not None else ():
-        if size > 1 and (what := other_parallelism(name)):
+        if size > 1 and name != SEQ and (what := other_parallelism(name)):
             fix = OF_FZERO.get(what, f"fzero has no {what}")
             raise ValueError(
                 f"mesh: every axis but {DATA!r} holds copies of the same state, with another part "
                 f"of the batch on each (hybrid sharding), got {name!r} in {given}, which elsewhere "
                 f"means {what}; name it {NODE!r} if copies are meant, else leave it out: {fix}"
             )
+    if given is not None:
+        folded(given)
+
+
+def folded(mesh: Mesh) -> Mesh:
+    """The mesh of the state, in which the axes "data" and "seq" are one: "data".
+
+    Raises:
+        ValueError: "seq" does not follow "data", or the layers are on several ranks.
+
+    >>> folded(Mesh.of(node=2, data=4, seq=2)).axes
+    (('node', 2), ('data', 8))
+    """
+    if SEQ not in mesh.names:
+        return mesh
+    if "pipe" in mesh.names:
+        raise ValueError(
+            f"mesh: a pipeline must have no axis {SEQ!r}, because its stages pass whole sequences "
+            f"on, got {mesh}; leave one of the two axes out"
+        )
+    if mesh.names[mesh.names.index(SEQ) - 1 :][:2] != (DATA, SEQ):
+        raise ValueError(
+            f"mesh: the axis {SEQ!r} must follow {DATA!r}, because the ranks that share a sample "
+            f"are neighbours, got {mesh}; pass Mesh.of(data=2, seq=2), say"
+        )
+    sizes = {name: size for name, size in mesh.axes if name != SEQ}
+    return Mesh.of(**sizes | {DATA: mesh.axis_size(DATA) * mesh.axis_size(SEQ)})
+
+
+def seq_size_of(mesh: Mesh | None) -> int:
+    """The number of ranks that share the tokens of a sample."""
+    return mesh.axis_size(SEQ) if mesh is not None and SEQ in mesh.names else 1
 
 
 def sum_order(mesh: Mesh) -> tuple[str, ...]:

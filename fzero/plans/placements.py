@@ -7,7 +7,7 @@ and 3. Tensors that every rank holds in full, and counters, live on the device. 
 placement follows from the configuration (`offload_optimizer`, `offload_param`), or is
 given directly, tensor by tensor. The plan holds it in the tensor's spec;
 `fzero.storage.offload` and `fzero.storage.shard_io` move the tensors accordingly. What
-they ask a placement is in its class in `sharding/specs.py`; `place_of` in
+they ask a placement is in its class in `sharding/specs.py`; `memory_kind` in
 `fzero/storage/state_memory.py` is the one rule of where that is for a device.
 """
 

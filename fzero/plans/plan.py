@@ -66,7 +66,8 @@ class Plan:
             unless it is 0; None is one unit.
         max_live: the largest number of gathered elements that are live after a
             prefetch; a single unit may exceed it.
-        num_micro_steps: micro-batches in one step.
+        num_micro_steps: micro-batches of a step.
+        seq_size: neighbours that share samples.
         max_reducing: see `UnitRules`.
         max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step
             (`PassOptions`); with None the compiled step chooses them.
@@ -92,6 +93,7 @@ class Plan:
     max_live: int
     max_reducing: int
     num_micro_steps: int = 1
+    seq_size: int = 1
     max_reuse_distance: int | None = None
     gather_bucket: int | None = None
     reduce_bucket: int | None = None
@@ -368,7 +370,9 @@ class Plan:
         if self.comm_hooks:
             exact = self._sent(CommHooks(), traffic.in_bytes)
             lines += report.hook_lines(self.comm_hooks, self.sent_nbytes_by_axis, exact)
-        return Group(report.unit_table(self.units, self.mesh, stage=self.stage), *lines)
+        return Group(
+            report.unit_table(self.units, self.mesh, self.seq_size, stage=self.stage), *lines
+        )
 
     def __str__(self) -> str:
         return as_text(self)

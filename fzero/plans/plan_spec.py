@@ -20,7 +20,14 @@ from fzero.config.optimizer_block import OptimizerBlock
 from fzero.plans.dataflow import CommHooks
 from fzero.plans.flat_params import UnitPlan, UnitPlanner, optimizer_specs
 from fzero.plans.hook_choice import GivenHook, comm_hooks_of
-from fzero.plans.mesh_axes import PARTS_OF_MODEL, check_mesh, mesh_of, shard_axes
+from fzero.plans.mesh_axes import (
+    PARTS_OF_MODEL,
+    check_mesh,
+    folded,
+    mesh_of,
+    seq_size_of,
+    shard_axes,
+)
 from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
 from fzero.plans.param_groups import (
     OwnTransform,
@@ -151,7 +158,8 @@ class PlanSpec:
         check_mesh(mesh)
         _check_alike(mesh)
         cfg, zero, model = self.cfg, self.cfg.zero_optimization, self.model
-        mesh = mesh_of(zero, world_size, mesh)
+        seq_size = seq_size_of(mesh)
+        mesh = mesh_of(zero, world_size, None if mesh is None else folded(mesh))
         for optimizer in self.optimizers:
             if isinstance(optimizer, UserTransform):
                 optimizer.check()
@@ -182,7 +190,14 @@ class PlanSpec:
             for n, t in module_buffers.items()
         }
         return _made(
-            cfg, mesh, unit_plans, aliases=aliases, optimizer=specs, buffers=buffers, hooks=hooks
+            cfg,
+            mesh,
+            unit_plans,
+            seq_size=seq_size,
+            aliases=aliases,
+            optimizer=specs,
+            buffers=buffers,
+            hooks=hooks,
         )
 
     @cached_property
@@ -226,6 +241,7 @@ def _made(
     mesh: Mesh,
     units: tuple[UnitPlan, ...],
     *,
+    seq_size: int,
     aliases: dict[str, str],
     optimizer: dict[str, Any],
     buffers: dict[str, TensorSpec],
@@ -244,7 +260,8 @@ def _made(
         optimizer=optimizer,
         buffers=buffers,
         comm_hooks=hooks,
-        num_micro_steps=cfg.batch_sizes(mesh.size).num_micro_steps,
+        num_micro_steps=cfg.batch_sizes(mesh.size // seq_size).num_micro_steps,
+        seq_size=seq_size,
         prefetch=zero.stage3_prefetch_bucket_size,
         max_live=zero.stage3_max_live_parameters,
         max_reuse_distance=zero.stage3_max_reuse_distance,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
-from fzero.comms.mesh import is_several
+from fzero.comms.mesh import is_several, unfolded
 from fzero.config.stages import Stage
 from fzero.plans.flat_params import UnitPlan
 from fzero.plans.mesh_axes import describe
@@ -19,9 +19,18 @@ ByAxis = Mapping[str, Mapping[str, int]]
 """Elements or bytes that a rank sends, by axis and collective."""
 
 
-def unit_table(units: Sequence[UnitPlan], mesh: Mesh, *, stage: Stage) -> Table:
-    """One line for each flat buffer."""
-    table = Table(title=f"ZeRO stage {stage} on {describe(mesh)}", title_justify="left")
+def unit_table(units: Sequence[UnitPlan], mesh: Mesh, seq_size: int, *, stage: Stage) -> Table:
+    """One line for each flat buffer; see `Plan`."""
+    ranks = describe(unfolded(mesh, seq_size))
+    table = Table(title=f"ZeRO stage {stage} on {ranks}", title_justify="left")
+    if seq_size > 1:
+        table.caption_justify, table.caption = (
+            "left",
+            (
+                f"{seq_size} neighbouring ranks share the tokens of a sample; step.explain(batch) "
+                f"counts their all-to-alls"
+            ),
+        )
     table.add_column("unit")
     table.add_column("flat buffer")
     for column in ("parameters", "elements", "padding", "on a rank"):

@@ -23,7 +23,7 @@ order in which a unit meets them:
 | use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |
 
 `executed`, the order and the events that `_issue` starts are the same on all ranks. The
-units that a rank uses, and so `_live`, are its own. A rule that leaves out a collective
+units that a rank uses, and so `_in_use`, are its own. A rule that leaves out a collective
 may only read what is the same on all ranks.
 
 A new kind is one name in `Event.kind`, one line in the rule that returns it, and one
@@ -99,7 +99,7 @@ class UnitScheduler:
         self._run = _Run()
         # the index in `executed` at which the first forward after the last backward begins
         self._since = 0
-        self._live = self._under_way = ""  # the units in use and being gathered
+        self._in_use = self._under_way = ""  # the units in use and being gathered
         # units that this rank has used in the forwards of the present backward
         self._entered: set[str] = set()
         # per unit: complete gradients that are not yet reduced
@@ -163,10 +163,10 @@ class UnitScheduler:
 
     def need(self, unit: str) -> tuple[Event, ...]:
         """A unit is needed: by the model, or by a saved view of it in the backward."""
-        if self._live == unit and (self._under_way or not self._may_start_next(unit)):
+        if self._in_use == unit and (self._under_way or not self._may_start_next(unit)):
             return ()
         out = [*self.release(unit)]
-        if self._rules.units[unit].gathered_numel and self._live != unit:
+        if self._rules.units[unit].gathered_numel and self._in_use != unit:
             gather = Event("gather", unit)
             if self._under_way != unit and not self._advance_to(gather, out):
                 return tuple(out)
@@ -263,10 +263,10 @@ class UnitScheduler:
 
     def release(self, kept: str = "") -> tuple[Event, ...]:
         """The unit in use is not needed any more, unless it is `kept`."""
-        released = self._live
+        released = self._in_use
         if not released or released == kept:
             return ()
-        self._live = ""
+        self._in_use = ""
         return (Event("release", released),)
 
     # --- what ranks have agreed on ----------------------------------------------------------------
@@ -341,7 +341,7 @@ class UnitScheduler:
         """
         if event.kind == "gather":
             out.append(Event("wait_gather", event.unit))
-            self._live, self._under_way = event.unit, ""
+            self._in_use, self._under_way = event.unit, ""
         elif event.kind == "boundary":
             self.in_forward = False
 

@@ -25,6 +25,7 @@ from fzero.common.notebooks import as_html
 from fzero.common.text_tables import as_text, scale_of
 from fzero.common.timelines import Event, Timeline, draw_timelines
 from fzero.comms.axes import AbstractAxis
+from fzero.comms.mesh import unfolded
 from fzero.comms.records import PURPOSES, CommRecord, Phase, Purpose
 from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import Plan
@@ -274,7 +275,7 @@ def plan_comm(step: TrainStep, batch: Any) -> CommTrace:
 
 
 def _title(plan: Plan) -> str:
-    return f"what a rank sends in a step: ZeRO stage {plan.stage} on {describe(plan.mesh)}"
+    return f"what a rank sends in a step: ZeRO stage {plan.stage} on {describe(unfolded(plan.mesh, plan.seq_size))}"
 
 
 _COLORS = {

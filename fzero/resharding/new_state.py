@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.model.origin import listed
+from fzero.model.model_check import listed
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.leaves import optimizer_leaves
 from fzero.plans.param_groups import UserTransform

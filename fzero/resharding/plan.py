@@ -122,7 +122,7 @@ class ReshardPlan:
 
     Attributes:
         title: the old and the new job.
-        places: the ranks of every process.
+        job_ranks: the ranks of every process.
         numbers: each 0-d tensor of the new optimizer state, with its sources.
         anew: the parameters whose optimizer state begins anew: frozen in the old step,
             and trained in the new one.
@@ -131,7 +131,7 @@ class ReshardPlan:
     """
 
     title: str
-    places: tuple[JobRank, ...]
+    job_ranks: tuple[JobRank, ...]
     rounds: tuple[ReshardRound, ...] = field(repr=False)
     numbers: dict[str, Sources] = field(repr=False)
     anew: frozenset[str] = field(repr=False)
@@ -174,7 +174,9 @@ class ReshardPlan:
         its own copies and messages.
         """
         if process is None:
-            copies = chain.from_iterable(self._copies(flow, own) for own in range(len(self.places)))
+            copies = chain.from_iterable(
+                self._copies(flow, own) for own in range(len(self.job_ranks))
+            )
             return merged(chain(copies, self._sent(flow)))
         alike = process, *flow.geometry
         if alike not in self._latest:
@@ -258,7 +260,7 @@ class ReshardPlan:
 
     def _traffic(self) -> list[list[int]]:
         """The bytes that each process sends, receives, and copies locally."""
-        traffic = [[0, 0, 0] for _ in self.places]
+        traffic = [[0, 0, 0] for _ in self.job_ranks]
         for flow in (flow for round_ in self.rounds for flow in round_.flows):
             for move in self.moves(flow):
                 if move.source_rank == move.target_rank:
@@ -273,7 +275,7 @@ class ReshardPlan:
             f"{process:>7}  {_word(place.old):>8}  {_word(place.new):>8}"
             + "".join(f"  {n:>15,}" for n in nbytes)
             for process, (place, nbytes) in enumerate(
-                zip(self.places, self._traffic(), strict=True)
+                zip(self.job_ranks, self._traffic(), strict=True)
             )
         ]
         head = f"process  old rank  new rank  {'bytes sent':>15}  {'received':>15}  {'copied':>15}"
@@ -285,7 +287,7 @@ def plan_reshard(
     old: Plan | StagedPlan,
     new: Plan | StagedPlan,
     *,
-    places: Sequence[JobRank] | None = None,
+    job_ranks: Sequence[JobRank] | None = None,
     rng: Mapping[str, TensorSpec] | None = None,
 ) -> ReshardPlan:
     """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no
@@ -301,7 +303,7 @@ def plan_reshard(
     Args:
         old, new: plans of one model, from `step.plan` or `fzero.plan`; of a pipeline
             from `staged_plan(step)`.
-        places: the ranks of each process; None: rank r of both jobs is the same
+        job_ranks: the ranks of each process; None: rank r of both jobs is the same
             process.
         rng: the specs of each rank's random state, `step.specs.rng`; a new rank gets
             that of the same old rank.
@@ -333,12 +335,14 @@ def plan_reshard(
     before, after = StagedPlan.of(old), StagedPlan.of(new)
     _check_same("parameter", _shapes_of(before), _shapes_of(after))
     _check_same("module buffer", _buffer_shapes(before), _buffer_shapes(after))
-    if places is None:
+    if job_ranks is None:
         numbers = range(max(before.world_size, after.world_size))
         sizes = before.world_size, after.world_size
-        places = [JobRank(*(rank if rank < size else None for size in sizes)) for rank in numbers]
-    _check_present("old", [place.old for place in places], before.world_size)
-    _check_present("new", [place.new for place in places], after.world_size)
+        job_ranks = [
+            JobRank(*(rank if rank < size else None for size in sizes)) for rank in numbers
+        ]
+    _check_present("old", [ranks.old for ranks in job_ranks], before.world_size)
+    _check_present("new", [ranks.new for ranks in job_ranks], after.world_size)
     counted: dict[str, Sources] = {}
     began: set[str] = set()
     rounds = []
@@ -353,12 +357,12 @@ def plan_reshard(
             rounds.append(ReshardRound(unit.name, tuple(flows)))
         rest = list(_own_flows(before, plan, stage, rng or {}))
         rounds.append(ReshardRound("module buffers and random states", tuple(rest)))
-    senders = {place.old: process for process, place in enumerate(places)}
-    receivers = {place.new: process for process, place in enumerate(places)}
+    senders = {ranks.old: process for process, ranks in enumerate(job_ranks)}
+    receivers = {ranks.new: process for process, ranks in enumerate(job_ranks)}
     return ReshardPlan(
         f"ZeRO stage {before.stages[0].stage} on {describe(before.mesh)} -> stage "
         f"{after.stages[0].stage} on {describe(after.mesh)}",
-        tuple(places),
+        tuple(job_ranks),
         tuple(rounds),
         counted,
         frozenset(began),

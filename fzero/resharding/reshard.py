@@ -107,8 +107,8 @@ def reshard(
     ]
     _check_reports(world)
     _warn_of_hooks(old, new)
-    places = [JobRank(report.old, report.new) for report in world]
-    plan = plan_reshard(*plans, places=places, rng=_rng_specs(old, new))
+    job_ranks = [JobRank(report.old, report.new) for report in world]
+    plan = plan_reshard(*plans, job_ranks=job_ranks, rng=_rng_specs(old, new))
     numbers = _merged(report.numbers for report in world)
     chosen = chosen_numbers(plan.numbers, numbers)
     # A stage without parameters has no files, and agrees with the others.

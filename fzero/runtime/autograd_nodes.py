@@ -41,12 +41,8 @@ class UnitRoot(torch.autograd.Function):
         names: Sequence[str],
         views: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        # in a sequence, the views are no inputs, and become the outputs themselves
-        ctx.work, ctx.unit, ctx.names, ctx.index = work, unit, names, work.forwards.last_index
-        _prepare(ctx)
-        if work.given.gives_again:
-            ctx.save_for_backward(*views)
-        return tuple(views)
+        ctx.index = work.forwards.last_index
+        return _prepared(ctx, work, unit, names, views)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
@@ -68,11 +64,7 @@ class ParamLeaf(torch.autograd.Function):
         names: Sequence[str],
         views: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        ctx.work, ctx.unit, ctx.names = work, unit, names
-        _prepare(ctx)
-        if work.given.gives_again:
-            ctx.save_for_backward(*views)
-        return tuple(views)
+        return _prepared(ctx, work, unit, names, views)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
@@ -80,14 +72,20 @@ class ParamLeaf(torch.autograd.Function):
         return None, None, None, None, None
 
 
-def _prepare(node: Any) -> None:
-    given = node.work.given
+def _prepared(
+    node: Any, work: Any, unit: str, names: Sequence[str], views: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    # in a sequence, the views are no inputs, and become the outputs themselves
+    node.work, node.unit, node.names, given = work, unit, names, work.given
     if given.is_shared:
         # Where forwards share nodes, these run as soon as their gradients are there, like PyTorch's
         # own nodes of leaves: autograd would run the node last that was made first, and keep its
         # gradients until then.
         node._set_sequence_nr((1 << 64) - 1)
     node.set_materialize_grads(False)
+    if given.gives_again:
+        node.save_for_backward(*views)
+    return tuple(views)
 
 
 # To the model a parameter must look like a leaf: `module.tied = parameter` tests the truth of its

@@ -13,6 +13,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fzero.model.transforms import LossFn as LossFn
 from fzero.optim.transforms import is_traced
 
 if TYPE_CHECKING:
@@ -29,17 +30,27 @@ class Batches:
         micro_batch: samples of a micro-batch on each rank; None where nothing is
             configured.
         dtype: floating tensors are cast to it.
+        change: makes the micro-batch that the loss is computed from; None leaves it as
+            it is.
     """
 
     world_size: int
     num_micro_steps: int
     micro_batch: int | None
     dtype: torch.dtype | None
+    change: Callable[[Any], Any] | None = None
+
+    def changed(self, batch: Any) -> Any:
+        """The micro-batch, or batch of an evaluation, that the loss is computed from."""
+        return batch if self.change is None else self.change(batch)
 
     def split(self, batch: Any) -> Iterator[Any]:
         """The micro-batches of a step: the next ones of an iterator, or equal parts of
         the leading dimension.
         """
+        return map(self.changed, self._split(batch))
+
+    def _split(self, batch: Any) -> Iterator[Any]:
         if isinstance(batch, Iterator):
             for index in range(self.num_micro_steps):
                 try:
@@ -127,8 +138,6 @@ def plain(batch: Any) -> Any:
 
 
 # --- the loss of a micro-batch --------------------------------------------------------------------
-
-LossFn = Callable[[nn.Module, Any], Any]
 
 
 def loss_of(
@@ -228,7 +237,7 @@ def loss_of_batch(run: StepRuntime, batch: Any) -> tuple[Tensor, Tensor | None]:
     try:
         return loss_of(
             run.spec.model,
-            run.spec.loss_fn,
+            run.loss_fn,
             run.batches.cast(batch),
             reduces_by_sum=not run.rules.loss.is_mean,
             autocast=run.autocast,

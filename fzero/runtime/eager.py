@@ -179,7 +179,7 @@ class ForwardBackward:
         grad_scale: float = 1.0,
         is_first: bool = True,
         is_last: bool = True,
-        keeps: bool = False,
+        retain_graph: bool = False,
         check: Callable[[Tensor], None] | None = None,
         needs_grads: bool = True,
     ) -> Iterator[list[Tensor]]:
@@ -193,7 +193,7 @@ class ForwardBackward:
             is_first: whether `grads` holds nothing yet.
             is_last: whether this is the last backward before the update; only then are
                 full gradients reduced.
-            keeps: whether the graph is retained for another backward.
+            retain_graph: whether the graph is retained for another backward.
             check: checks the rows before any other collective, if the order of
                 collectives may differ between ranks.
             needs_grads: whether it is an error if no trained parameter gets a gradient.
@@ -215,7 +215,7 @@ class ForwardBackward:
                 self._events.request(
                     UnitScheduler.begin_backward, is_last, frozenset(sum_of(visits).items())
                 )
-            self.forwards.go_back(keeps=keeps)
+            self.forwards.go_back(retain_graph=retain_graph)
             label = Label("loss_stats", phase="boundary")
             self._loss_stats = collectives.start_stack(row, self.mesh.world, label=label)
             if check is not None:
@@ -238,7 +238,7 @@ class ForwardBackward:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
 
     @contextmanager
-    def backward_through(self, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
+    def backward_through(self, loss: Tensor, *, retain_graph: bool = False) -> Iterator[None]:
         """Inside, a backward of another step may run through forwards of this one;
         gradients here do not change.
 
@@ -246,7 +246,7 @@ class ForwardBackward:
         """
         with self._running(self.forwards.run_of("through", visits_in(loss, self))):
             self.status = "passed"
-            self.forwards.go_through(keeps=keeps)
+            self.forwards.go_through(retain_graph=retain_graph)
             try:
                 yield
             finally:
@@ -355,7 +355,10 @@ class ForwardBackward:
                 self._leave(unit.name)
                 self._events.request(UnitScheduler.enter, unit.name)
                 if visit is None:
-                    work, flats = None if self.grads is None else self, self.gathers.full(unit)
+                    work, flats = (
+                        None if self.grads is None else self,
+                        self.gathers.full_flats(unit),
+                    )
                     seen = self.gathers.seen(unit) if self._seen.is_on else {}
                     visit = self.given.visit(unit, flats, forward, work, seen=seen)
         self._present = visit

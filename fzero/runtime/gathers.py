@@ -113,7 +113,7 @@ class Gathers:
             for over in {b.flow.gathers_over for b in plan.flat_buffers}
         }
         self._under_way: dict[str, list[_Gather]] = {}
-        self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
+        self._gathered: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
         self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
         self.leaked: list[LeakedView] = []
         self._versions = {
@@ -166,7 +166,7 @@ class Gathers:
 
     def wait(self, unit: UnitPlan) -> None:
         """Waits for the gathers of a unit, and makes it live."""
-        flats = self._live[unit.name] = self._end(unit.name)
+        flats = self._gathered[unit.name] = self._end(unit.name)
         for key, flat in flats.items():
             self._versions[key] = flat._version
             if flat.numel():  # an empty buffer has no address of its own
@@ -180,20 +180,20 @@ class Gathers:
     def abandon(self) -> list[Pending]:
         """Forgets everything after an error; returns the gathers that were under way."""
         pending = [gather.pending for gathers in self._under_way.values() for gather in gathers]
-        for held in (self._live, self._by_storage, self._under_way):
+        for held in (self._gathered, self._by_storage, self._under_way):
             held.clear()  # type: ignore[attr-defined]
         return pending
 
     # --- live buffers -----------------------------------------------------------------------------
 
-    def full(self, unit: UnitPlan) -> Iterator[Any]:
+    def full_flats(self, unit: UnitPlan) -> Iterator[Any]:
         """The full flat buffers (P) of a unit in use, gathered or held by every rank."""
-        live, params = self._live.get(unit.name, {}), self._params
+        live, params = self._gathered.get(unit.name, {}), self._params
         return (live.get(buffer.key, params[buffer.key]) for buffer in unit.buffers)
 
     def views(self, unit: UnitPlan) -> dict[str, Tensor]:
         """The parameters of a unit in use by name, as they were gathered."""
-        pairs = zip(unit.buffers, self.full(unit), strict=True)
+        pairs = zip(unit.buffers, self.full_flats(unit), strict=True)
         return {name: view for b, flat in pairs for name, view in unflatten(flat, b.layout).items()}
 
     def seen(self, unit: UnitPlan) -> dict[str, Tensor]:
@@ -201,7 +201,7 @@ class Gathers:
         one is made again, too.
         """
         values = self._seen.of(unit, lambda: self.views(unit))
-        if values and unit.name in self._live:
+        if values and unit.name in self._gathered:
             for name, value in values.items():
                 if value.numel():
                     self._by_storage[address(value)] = (unit, name, value.dtype)
@@ -220,7 +220,7 @@ class Gathers:
 
         def again(names: Iterable[str]) -> dict[str, Tensor]:
             need(unit)
-            flats: dict[str, Any] = {**self._params, **self._live.get(unit, {})}
+            flats: dict[str, Any] = {**self._params, **self._gathered.get(unit, {})}
             owners = ((own, self._plan.param_units[own][1]) for own in names)
             return {
                 own: flats[b.key][slice(*b.layout.bounds(own))].view(b.layout.shape(own))
@@ -241,10 +241,10 @@ class Gathers:
         """Returns the memory of a live unit, unless an error has ended the
         forward-backward.
         """
-        if unit in self._live and self._seen.is_on:
+        if unit in self._gathered and self._seen.is_on:
             for value in self._seen.forget(unit).values():
                 self._by_storage.pop(address(value), None)
-        for key, flat in self._live.pop(unit, {}).items():
+        for key, flat in self._gathered.pop(unit, {}).items():
             storage = flat.untyped_storage()
             self._by_storage.pop(storage.data_ptr(), None)
             if flat._version != self._versions[key]:
@@ -313,7 +313,7 @@ class Gathers:
     def from_saved(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
         """The tensor that was saved; the unit of a view must be live."""
         if isinstance(saved, SavedView):
-            flat = self._live[saved.unit.name].get(saved.key)
+            flat = self._gathered[saved.unit.name].get(saved.key)
             base = self.seen(saved.unit)[saved.key] if flat is None else flat
             return base.as_strided(saved.size, saved.stride, saved.offset)
         tensor, version = saved

@@ -34,7 +34,7 @@ State = TrainState[Tensor]
 def _check_read(run: StepRuntime, state: State) -> None:
     """Checks a state that is used without an update."""
     run.check_state(state)
-    run.learned.origin.check(partial(differing, run, state))
+    run.learned.model_check.check(partial(differing, run, state))
 
 
 def evaluate(run: StepRuntime, state: State, batch: Any) -> Tensor:

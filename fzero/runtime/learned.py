@@ -32,7 +32,7 @@ from weakref import ref
 from torch import Tensor
 
 from fzero.model.held_tensors import SharedTensor, has_storage
-from fzero.model.origin import Origin
+from fzero.model.model_check import ModelCheck
 from fzero.model.tensor_checks import ModuleGradsUnused, sharing_buffers
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.unit_orders import Event, Orders, Run
@@ -224,7 +224,7 @@ class Learned:
             them.
         schedule_cache: the answers of the unit scheduler.
         hyper: the hyper-parameters that this rank has compared with the others.
-        origin: the model's modules and values as the step knows them, for a check at
+        model_check: the model's modules and values as the step knows them, for a check at
             each use of a state.
         num_passes: the number of forwards, backwards and graphs so far; the ranks
             compare it.
@@ -238,12 +238,12 @@ class Learned:
         leaked: the gathered buffers of which the model held views in the last step.
         sharing: the names of buffers that share memory, which a step must not change.
         leaves_out_params: whether any forward has excluded trained parameters from its
-            gradients (`still`).
+            gradients (`no_grad_names`).
     """
 
     orders: Orders | None
     hyper: UpdateNumbersCheck
-    origin: Origin
+    model_check: ModelCheck
     num_passes: int = 0
     moving_buffers: frozenset[str] | None = None
     compared: set[str] = field(default_factory=set)
@@ -259,7 +259,7 @@ class Learned:
         """Before the first call of a step."""
         orders = Orders() if spec.schedule == "learned" else None
         hyper = UpdateNumbersCheck(spec.group_names, tuple(map(repr, spec.optimizers)))
-        return cls(orders, hyper, Origin(spec.model), sharing=sharing_buffers(spec.model))
+        return cls(orders, hyper, ModelCheck(spec.model), sharing=sharing_buffers(spec.model))
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:

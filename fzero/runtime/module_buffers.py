@@ -126,7 +126,7 @@ def make_equal(
         flat = torch.cat([buffer.reshape(-1) for buffer in alike])
         rows_WN = collectives.stack(flat, world, label=Label("buffers", phase="update"))
         agreed = agreed_buffers(
-            rows_WN, range_places([(b.numel(), id(b) in of_range) for b in alike])
+            rows_WN, range_starts([(b.numel(), id(b) in of_range) for b in alike])
         )
         for buffer, values in zip(
             alike, torch.split(agreed, [buffer.numel() for buffer in alike]), strict=True
@@ -135,14 +135,14 @@ def make_equal(
     return moving
 
 
-def range_places(sizes: Iterable[tuple[int, bool]]) -> list[int]:
+def range_starts(sizes: Iterable[tuple[int, bool]]) -> list[int]:
     """The index of the minimum of each range (min, max) in the concatenation of these
     buffers.
 
     Args:
         sizes: the elements of each buffer, and whether it is a range.
 
-    >>> range_places([(3, False), (2, True), (2, True)])
+    >>> range_starts([(3, False), (2, True), (2, True)])
     [3, 5]
     """
     places, start = [], 0

@@ -25,10 +25,11 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.records import CommRecord, Label
 from fzero.model.binding import is_bound, random_state
+from fzero.model.errors import OVER
 from fzero.model.tensor_checks import ModuleGradsUnused
 from fzero.model.transforms import Call
 from fzero.plans.leaves import stream_name
-from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
+from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of, works_of
 from fzero.runtime.batches import loss_of_batch
 from fzero.runtime.eager import ForwardBackward, recomputing
 from fzero.runtime.finish import (
@@ -134,7 +135,7 @@ class Eager:
         def compute() -> tuple[Tensor, Tensor | None]:
             with inspecting(run, state, "evaluate"):
                 run.spec.model.eval()  # here, because the model's own eval() may read its tensors
-                return loss_of_batch(run, batch)
+                return loss_of_batch(run, run.batches.changed(batch))
 
         return evaluated(run, state, compute)
 
@@ -168,7 +169,7 @@ def _enter(run: StepRuntime, state: State) -> None:
     collectives.next_step(run.mesh.world)
     if run.observer:
         run.observer.begins()
-    run.learned.origin.leave(partial(differing, run, state), partial(on_any_rank, run))
+    run.learned.model_check.check_at_step(partial(differing, run, state), partial(on_any_rank, run))
 
 
 def open_window(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
@@ -241,7 +242,7 @@ def backward(
     weight: Tensor | None = None,
     num_parts: int = 1,
     is_last: bool = True,
-    keeps: bool = False,
+    retain_graph: bool = False,
 ) -> AccumulationWindow:
     """See `TrainStep.backward`."""
     if not isinstance(loss, Tensor) or loss.dim():
@@ -252,10 +253,10 @@ def backward(
         "weight": weight,
         "num_parts": num_parts,
         "is_last": is_last,
-        "keeps": keeps,
+        "retain_graph": retain_graph,
     }
     with going_back(run, window, visits_of(scaled, window.forward_backward), loss, **how) as after:
-        torch.autograd.backward(scaled, retain_graph=keeps)
+        torch.autograd.backward(scaled, retain_graph=retain_graph)
     return after[0]
 
 
@@ -276,7 +277,7 @@ def going_back(
     weight: Tensor | None = None,
     num_parts: int = 1,
     is_last: bool = True,
-    keeps: bool = False,
+    retain_graph: bool = False,
     needs_grads: bool = True,
 ) -> Iterator[list[AccumulationWindow]]:
     """`backward` as a context, in which autograd runs. *Collective:* every rank.
@@ -310,12 +311,17 @@ def going_back(
             grad_scale=1 / (run.rules.loss.predivide * num_parts),
             is_first=not window.loss_stats,
             is_last=is_last,
-            keeps=keeps,
+            retain_graph=retain_graph,
             check=(lambda rows: check_passes(rows[:, 2])) if learned.leaves_out_params else None,
             needs_grads=needs_grads,
         ) as rows,
     ):
-        yield after
+        try:
+            yield after
+        except RuntimeError as error:  # of autograd, about memory that another step has written
+            if any(each.status == "over" for each in works_of(loss)):
+                raise RuntimeError(OVER) from error
+            raise
     (stats_W5,) = rows
     check_alike(stats_W5[:, 2:4], run.mesh.world, partial(learned.hyper.named, num_parts))
     if learned.module_grads is not None:
@@ -327,12 +333,12 @@ def going_back(
 
 @contextmanager
 def backward_through(
-    run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps: bool
+    run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, retain_graph: bool
 ) -> Iterator[None]:
     """See `TrainStep.backward_through`."""
     with (
         bound_to(run, window, partial(visits_in, loss, window.forward_backward)),
-        window.forward_backward.backward_through(loss, keeps=keeps),
+        window.forward_backward.backward_through(loss, retain_graph=retain_graph),
     ):
         yield
 

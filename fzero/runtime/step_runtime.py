@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fzero.common.arguments import check_callable
 from fzero.comms.axes import AbstractAxis, RankAxis, observed
-from fzero.comms.mesh import RankMesh
+from fzero.comms.mesh import SEQ, RankMesh, seq_axis
 from fzero.comms.records import CommRecord, Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.model.binding import Binding
-from fzero.model.origin import FixedFlags
-from fzero.model.transforms import AllChanges, Call
+from fzero.model.model_check import FixedFlags
+from fzero.model.transforms import AllChanges, Call, LossFn
 from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
@@ -37,7 +37,7 @@ from fzero.runtime.update import Updater
 from fzero.state import TrainState
 from fzero.storage.offload import Offload
 from fzero.storage.shard_transfer import BufferPool, ShardTransfer
-from fzero.storage.state_memory import DeviceMemory, StateForm, StateMemory, place_of
+from fzero.storage.state_memory import DeviceMemory, StateForm, StateMemory, memory_kind
 from fzero.verbs import gather_flat, start_gather
 from sharding.views import torch_dtype, unflatten
 
@@ -128,13 +128,16 @@ class StepRuntime:
             optimizers=spec.optimizers,
             rates=spec.rates,
             momentum=spec.momentum,
-            places=dict(zip(keys, starts, strict=False))
+            first_elements=dict(zip(keys, starts, strict=False))
             if cfg.precision.stochastic_rounding
             else None,
         )
         builder = StateBuilder(
             spec, plan, offload=offload, updater=updater, rank=ranks.rank, device=device
         )
+        seq = seq_axis(ranks, plan) if bound is None else bound.seq
+        num_data_ranks = ranks.size // plan.seq_size
+        _check_tokens(changes, plan)
         cast = None if cfg.casts_batch_to is None else torch_dtype(cfg.casts_batch_to)
         # Read from the model now: it must not be read while it is bound to the tensors of a state.
         return cls(
@@ -148,7 +151,11 @@ class StepRuntime:
             updater,
             rules=StepRules.of(cfg, ranks.size),
             batches=Batches(
-                ranks.size, plan.num_micro_steps, cfg.batch_sizes(ranks.size).micro, cast
+                num_data_ranks,
+                plan.num_micro_steps,
+                cfg.batch_sizes(num_data_ranks).micro,
+                cast,
+                changes.batch_fn(seq),
             ),
             builder=builder,
             form=StateForm.of(builder.specs(), plan),
@@ -263,6 +270,11 @@ class StepRuntime:
         return None if autocast is None else torch_dtype(autocast)
 
     @cached_property
+    def loss_fn(self) -> LossFn | None:
+        """The loss function, with the changes of transforms; see `StepSpec.loss_fn`."""
+        return self.changes.loss_fn(self.spec.loss_fn)
+
+    @cached_property
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters and module buffers, and of tensors with
         another name in `state_dict`.
@@ -295,6 +307,7 @@ class StepRuntime:
             num_micro=self.plan.num_micro_steps,
             device=self.device,
             aliases=self.plan.aliases,
+            seq=None if self.bound is None else self.bound.seq,
             **how,
         )
 
@@ -346,9 +359,18 @@ class StepRuntime:
             yield unflatten(gather_flat(flat, buffer, self.mesh), buffer.layout)
 
 
+def _check_tokens(changes: AllChanges, plan: Plan) -> None:
+    if plan.seq_size > 1 and not changes.divides_tokens:
+        raise ValueError(
+            f"mesh: may have the axis {SEQ!r} only with a transform that divides the tokens of "
+            f"samples along it, got {plan.seq_size} ranks and none; pass "
+            f"transforms=[fzero.sequence.ulysses({SEQ!r})]"
+        )
+
+
 def _memory_of(plan: Plan, device: torch.device) -> StateMemory:
     """The memory of a plan's state, for a model on `device`."""
-    if all(place_of(placement, device) == "here" for placement in plan.placements.values()):
+    if all(memory_kind(placement, device) == "here" for placement in plan.placements.values()):
         return DeviceMemory(plan, device)
     return Offload(plan, device)
 

@@ -27,6 +27,7 @@ from fzero.common.arguments import (
 from fzero.comms import collectives
 from fzero.comms.axes import ProcessAxis, RankAxis
 from fzero.comms.hangs.failures import store_barrier
+from fzero.comms.mesh import unfolded
 from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
@@ -118,7 +119,7 @@ class StepSpec(PlanSpec):
     """The seed of initial values on `meta` (equal on all ranks) and of dropout
     (different on each rank).
     """
-    home: torch.device | None = None
+    meta_device: torch.device | None = None
     """The device for a model on `meta`; None is the accelerator, if there is one."""
     transforms: tuple[ModelTransform, ...] = ()
     """The transforms of the model, in the order of their application
@@ -199,7 +200,7 @@ class StepSpec(PlanSpec):
 
     @property
     def device(self) -> torch.device:
-        """The model's device; for a model on `meta`, `home`, or else the accelerator if
+        """The model's device; for a model on `meta`, `meta_device`, or else the accelerator if
         there is one.
         """
         tensors = (*self.model.parameters(), *self.model.buffers())
@@ -211,8 +212,8 @@ class StepSpec(PlanSpec):
             )
         if devices:
             return devices.pop()
-        if self.home is not None:
-            return self.home
+        if self.meta_device is not None:
+            return self.meta_device
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
@@ -319,7 +320,7 @@ class StepSpec(PlanSpec):
             "units": {unit.name: str(unit.numel) for unit in the_plan.units},
             "flat buffers": {b.key: ", ".join(b.layout.names) for b in the_plan.flat_buffers},
             "arguments": {
-                "mesh": str(the_plan.mesh),
+                "mesh": str(unfolded(the_plan.mesh, the_plan.seq_size)),
                 "schedule": self.schedule,
                 "optimizers": str(self.optimizers),
                 "updates": "; ".join(

@@ -89,7 +89,7 @@ class Updater:
             a rate is a function of the number of updates so far.
         momentum: the first beta as a function of the number of updates so far, if a
             schedule changes it.
-        places: if rounding is stochastic: the index of each flat buffer's first element
+        first_elements: if rounding is stochastic: the index of each flat buffer's first element
             among all elements.
     """
 
@@ -101,7 +101,7 @@ class Updater:
     optimizers: Sequence[OptimizerBlock | UserTransform]
     rates: Sequence[Schedule]
     momentum: Schedule | None
-    places: dict[str, int] | None
+    first_elements: dict[str, int] | None
     _changed: tuple[str, ...] = ()
     """The optimizers, if those of the step have been replaced."""
     _made: dict[tuple[int, str], tuple[Any, Transform]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Updater:
         kinds: dict[str, Hashable] = {}
         for b in self.plan.flat_buffers:
             is_plain = (
-                self.places is None
+                self.first_elements is None
                 and b.trainable
                 and self.optimizers[b.group].is_elementwise(b.rule)
             )
@@ -296,8 +296,8 @@ class Updater:
             how["tile"] = None
         if skip is not None:
             transform = skip_if(skip, transform)
-        if self.places is not None:
-            how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + start)
+        if self.first_elements is not None:
+            how["rounding"] = stochastic(hyper.num_updates, self.first_elements[buffer.key] + start)
         return mixed_precision(transform, state_dtype=buffer.dtypes.optimizer, **how)
 
     # --- in a graph -------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class Updater:
             lr.fill_(rate)
         if hyper.momentum is not None:
             traced.momentum.fill_(hyper.momentum)
-        if self.places is not None:
+        if self.first_elements is not None:
             for place, salt in zip(traced.num_updates, salts_of(hyper.num_updates, NUM_SALTS)):
                 place.fill_(salt)  # a copy would wait for the device
 

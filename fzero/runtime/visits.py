@@ -129,7 +129,7 @@ class Forwards:
     """Forwards since the last backward."""
     _num_backwards: int = 0
     """Backwards since the last forward."""
-    _is_kept: bool = False
+    _is_retained: bool = False
     """Whether a backward may go through a graph again."""
 
     @property
@@ -174,16 +174,16 @@ class Forwards:
         self._num_new, self._num_backwards = self._num_new + 1, 0
         return self._num_new == 1
 
-    def go_back(self, *, keeps: bool) -> None:
-        """Records the start of a backward of these forwards; `keeps`: whether its graph
+    def go_back(self, *, retain_graph: bool) -> None:
+        """Records the start of a backward of these forwards; `retain_graph`: whether its graph
         is retained for another one.
         """
-        self._is_kept |= keeps
+        self._is_retained |= retain_graph
         self._num_new, self._num_backwards = 0, self._num_backwards + 1
 
-    def go_through(self, *, keeps: bool) -> None:
+    def go_through(self, *, retain_graph: bool) -> None:
         """Records that a backward of another step runs through some of these forwards."""
-        self._is_kept |= keeps
+        self._is_retained |= retain_graph
         # a unit that the forward left gathered is no longer gathered next time
         self._num_backwards += 1
 
@@ -193,7 +193,7 @@ class Forwards:
         usual case). With None the graph must be searched."""
         return (
             {self.last_index: self.last.visits}
-            if self._num_new == 1 and not self._is_kept
+            if self._num_new == 1 and not self._is_retained
             else None
         )
 

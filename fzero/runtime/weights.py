@@ -37,7 +37,7 @@ def first_state(
             check_kind(f"params[{name!r}]", value, Tensor, "a tensor", fix)
         params = {run.stored_names.get(key, key): tensor for key, tensor in params.items()}
     store_barrier("TrainStep.init", run.mesh.world)
-    run.learned.origin.look(given=params is not None)
+    run.learned.model_check.record(given=params is not None)
     with explained(run.plan):
         state = run.builder.make(run.mesh, params, init_fn)
     return run.job.first_state(run.plan, state)

@@ -37,7 +37,7 @@ from fzero.storage.offload_leaves import Leaves, leaves_of, long_tensors, tensor
 from fzero.storage.offload_unsharded import update_unsharded
 from fzero.storage.shard_io import MovingTransfer
 from fzero.storage.shard_transfer import BufferPool
-from fzero.storage.state_memory import DeviceMemory, Parts, Place, place_of
+from fzero.storage.state_memory import DeviceMemory, MemoryKind, Parts, memory_kind
 from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
 
@@ -56,10 +56,10 @@ class Offload:
         self._streaming = plan.streaming
         self._leaves = {b.key: leaves_of(plan, b) for b in plan.flat_buffers}
         self._files: FilePlan = {
-            name: (home.placement.path, FileSpec(home.numel, home.dtype))
+            name: (spec.placement.path, FileSpec(spec.numel, spec.dtype))
             for leaves in self._leaves.values()
-            for name, home in leaves.homes.items()
-            if home.placement.path is not None
+            for name, spec in leaves.specs.items()
+            if spec.placement.path is not None
         }
         self.has_files = bool(self._files)
         used = (name for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
@@ -67,7 +67,7 @@ class Offload:
         self._away = {
             key
             for key, leaves in self._leaves.items()
-            if not all(self._is_here(leaves, name) for name in leaves.homes)
+            if not all(self._is_here(leaves, name) for name in leaves.specs)
         }
         trained = [b for b in plan.flat_buffers if b.trainable]
         self._wholes = {b.key for b in trained if not b.elementwise or self.joins(b)}
@@ -115,8 +115,8 @@ class Offload:
     def _is_here(self, leaves: Leaves, name: str) -> bool:
         return self._is_at("here", leaves, name)
 
-    def _is_at(self, place: Place, leaves: Leaves, name: str) -> bool:
-        return place_of(leaves.homes[name].placement, self.device) == place
+    def _is_at(self, kind: MemoryKind, leaves: Leaves, name: str) -> bool:
+        return memory_kind(leaves.specs[name].placement, self.device) == kind
 
     def is_away(self, buffer: FlatParamPlan) -> bool:
         return buffer.key in self._away
@@ -128,11 +128,13 @@ class Offload:
     def runs_on(self, buffer: FlatParamPlan) -> torch.device:
         return self._device_of(self._runs_at(buffer))
 
-    def _runs_at(self, buffer: FlatParamPlan) -> Place:
-        return place_of(Placement("host"), self.device) if buffer.key in self._on_host else "here"
+    def _runs_at(self, buffer: FlatParamPlan) -> MemoryKind:
+        return (
+            memory_kind(Placement("host"), self.device) if buffer.key in self._on_host else "here"
+        )
 
-    def _device_of(self, place: Place) -> torch.device:
-        return self.device if place == "here" else torch.device("cpu")
+    def _device_of(self, kind: MemoryKind) -> torch.device:
+        return self.device if kind == "here" else torch.device("cpu")
 
     # --- making, updating, moving -----------------------------------------------------------------
 
@@ -349,8 +351,8 @@ class Offload:
     ) -> StoredTensor:
         if isinstance(x, FileTensor) and x.files is files:
             return x
-        placement = leaves.homes[name].placement
-        kind = place_of(placement, self.device)
+        placement = leaves.specs[name].placement
+        kind = memory_kind(placement, self.device)
         if kind != "nvme":
             value = x[:] if isinstance(x, FileTensor) else x
             if kind == "here":
@@ -381,19 +383,19 @@ class Offload:
         """New tensors of a buffer that is partly off the device: all tensors off the
         device, and the optimizer state and gradient on it."""
         tensors: dict[str, StoredTensor] = {}
-        if all(self._is_here(leaves, name) for name in leaves.homes):
+        if all(self._is_here(leaves, name) for name in leaves.specs):
             return tensors
-        for name, home in leaves.homes.items():
-            kind = place_of(home.placement, self.device)
+        for name, spec in leaves.specs.items():
+            kind = memory_kind(spec.placement, self.device)
             if kind == "nvme":
                 assert files is not None
                 tensors[name] = files.handle(name)
             elif kind == "host" or name in (*leaves.longs, leaves.grad):
                 device = self.device if kind == "here" else torch.device("cpu")
-                like = torch.empty(home.numel, dtype=torch_dtype(home.dtype), device=device)
+                like = torch.empty(spec.numel, dtype=torch_dtype(spec.dtype), device=device)
                 is_away = kind == "host"
                 tensors[name] = (
-                    home.placement.put(like, may_pin=self._may_pin(leaves, name))
+                    spec.placement.put(like, may_pin=self._may_pin(leaves, name))
                     if is_away
                     else like
                 )
@@ -410,19 +412,19 @@ class Offload:
         """The mover of each tensor to the device on which its buffer is updated."""
         mover_of: dict[str, Mover] = {}
         there: dict[str, Tensor] = {}
-        to: dict[Place, dict[str, Tensor]] = {"here": {}, "host": {}}
+        to: dict[MemoryKind, dict[str, Tensor]] = {"here": {}, "host": {}}
         for buffer, of_buffer in tensors:
-            place, leaves = self._runs_at(buffer), self._leaves[buffer.key]
+            kind, leaves = self._runs_at(buffer), self._leaves[buffer.key]
             for name, x in of_buffer.items():
                 if isinstance(x, FileTensor):
                     mover_of[name] = x.files.mover(name)
                 else:
-                    (there if self._is_at(place, leaves, name) else to[place])[name] = x
+                    (there if self._is_at(kind, leaves, name) else to[kind])[name] = x
         mover_of |= dict.fromkeys(there, storage.movers.Resident(there))
-        for place, moved in to.items():
+        for kind, moved in to.items():
             if moved:
                 mover_of |= dict.fromkeys(
-                    moved, storage.movers.DeviceMover(moved, self._device_of(place))
+                    moved, storage.movers.DeviceMover(moved, self._device_of(kind))
                 )
         return storage.movers.ByName(mover_of)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fzero.storage.state_memory import Update
 
 
-class Home(NamedTuple):
+class LeafSpec(NamedTuple):
     """The placement of a flat tensor of one rank's state, its dtype and its elements."""
 
     placement: Placement
@@ -43,7 +43,7 @@ class Leaves(NamedTuple):
     """The gradient; empty for a frozen buffer."""
     numel: int
     """Elements that the rank updates."""
-    homes: Mapping[str, Home]
+    specs: Mapping[str, LeafSpec]
 
     @property
     def longs(self) -> tuple[str, ...]:
@@ -61,8 +61,8 @@ class Leaves(NamedTuple):
 def leaves_of(plan: Plan, buffer: FlatParamPlan) -> Leaves:
     """The flat tensors that a rank holds of a buffer under a plan."""
     leaves = plan.leaves(buffer)
-    homes = {
-        leaf.stream_name: Home(
+    specs = {
+        leaf.stream_name: LeafSpec(
             leaf.spec.placement, leaf.spec.dtype, leaf.spec.local_shape(plan.mesh)[0]
         )
         for leaf in leaves
@@ -75,7 +75,7 @@ def leaves_of(plan: Plan, buffer: FlatParamPlan) -> Leaves:
         if leaf.quantity == "optimizer"
     )
     numel = buffer.flow.updated_numel if buffer.trainable else 0
-    return Leaves(buffer.key, of_state, names["params"], names.get("grads", ""), numel, homes)
+    return Leaves(buffer.key, of_state, names["params"], names.get("grads", ""), numel, specs)
 
 
 def long_tensors(state: Any, leaves: Leaves) -> list[StoredTensor]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fzero.storage.file_tensor import StoredTensor
     from fzero.storage.state_files import StateFiles
 
-Place = Literal["here", "host", "nvme"]
+MemoryKind = Literal["here", "host", "nvme"]
 """Memory as the device sees it: its own memory, host memory if that is different, or a
 file.
 """
@@ -415,7 +415,7 @@ class DeviceMemory:
             elif name.startswith(_OF_BUFFERS) and spec.shape in self._shapes:
                 expected = (
                     self.device
-                    if place_of(spec.placement, self.device) == "here"
+                    if memory_kind(spec.placement, self.device) == "here"
                     else torch.device("cpu")
                 )
                 if leaf.device.type != expected.type:
@@ -425,7 +425,7 @@ class DeviceMemory:
                     )
 
 
-def place_of(placement: Placement, device: torch.device) -> Place:
+def memory_kind(placement: Placement, device: torch.device) -> MemoryKind:
     """The memory of a tensor with this placement, as a device sees it."""
     if placement.is_here(device.type):
         return "here"

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
+from fzero.graph.host_inputs import copy_to_host, kept_on_host
 from fzero.model.module_index import ModuleIndex, Slot
 from fzero.model.transforms import Call, Changes, Choice, TransformedStep, Wrap
 from fzero.plans.units import blocks_of
@@ -48,12 +49,7 @@ def host_moves(device: torch.device) -> Moves | None:
     """
     if device.type == "cpu":
         return None
-
-    def away(x: Tensor) -> Tensor:
-        # Both copies run on the stream of the compute, so that neither needs an event of its own.
-        return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
-
-    return Moves(away, lambda x: x.to(device, non_blocking=True))
+    return Moves(copy_to_host, lambda x: x.to(device, non_blocking=True))
 
 
 def choose_modules(
@@ -139,12 +135,10 @@ class Checkpointing:
             spec.model, self.choice, blocks=blocks_of(spec.model, spec.units), field=self.field
         )
         moves = host_moves(spec.device) if self.on_host else None
-        in_host_memory = (
-            "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one "
-            "graph, got true; leave it out, or pass compile='block'"
-        )
 
         def forwards(call: Call) -> Mapping[str, Wrap]:
+            if call.in_graph and moves is not None:
+                return dict.fromkeys(names, lambda name, module: kept_on_host(module.forward))
             if call.again is None:
                 return {}
             again, anchor = call.again, torch.empty(0, device=call.device)
@@ -163,7 +157,6 @@ class Checkpointing:
             forwards=forwards if names else None,
             recomputed=names,
             is_exact=True,
-            not_in_graph="" if moves is None else in_host_memory,
         )
 
 

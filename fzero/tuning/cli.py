@@ -27,13 +27,13 @@ from fzero import ConfigError
 from fzero.cli.plan_profile import nbytes as bytes_of, parser_of, positive, print_result
 from fzero.config.autotuning import ABOUT_MODELS, Autotuning, autotuning
 from fzero.config.files import changed, read
-from fzero.estimation.compare import Choices, Keys
+from fzero.estimation.compare import Keys
 from fzero.launch import cli as launch
 from fzero.tuning.probe import Request
-from fzero.tuning.report import TrialResult, Tuned
+from fzero.tuning.report import Tuned
 from fzero.tuning.runs import Results, Runs, Script, mapped
 from fzero.tuning.search import Point, Strategy, next_trial
-from fzero.tuning.space import STAGES, OffloadTarget, TuningCandidate
+from fzero.tuning.space import STAGES, OffloadTarget, Trial
 
 TUNE = """the fastest configuration of a script on this machine. All stages, micro-batch sizes and checkpointing are planned with
 the script's model and batch; those that fit are run for a few steps, the most promising first, until no improvement is
@@ -231,20 +231,9 @@ class Tuning:
 
     def _planned(self, described: dict[str, Any]) -> Tuned:
         limit = self.request.memory or described["memory"]
-        rows = []
-        for one in described["candidates"]:
-            candidate = TuningCandidate(
-                **one["candidate"] | {"choice": Choices(**one["candidate"]["choice"])}
-            )
-            kinds = ("device", "host") if described["device"] == "cpu" else ("device",)
-            nbytes = sum(one["nbytes"].get(kind, 0) for kind in kinds)
-            too_large = (
-                "" if one["fits"] else f"does not fit: {nbytes / 1e9:.3g} GB of {limit / 1e9:.3g}"
-            )
-            why = one["refused"] or too_large
-            rows.append(TrialResult(candidate, nbytes, one["seconds"], one["flops"], why))
+        rows = [Trial.of(one) for one in described["candidates"]]
         notes = [described["note"]] if described["note"] else []
-        if rows[0].candidate.micro is None:
+        if rows[0].micro is None:
             notes.append(
                 "micro-batches are not tuned: the configuration sets no batch size, or elasticity "
                 "chooses it"
@@ -266,11 +255,11 @@ class Tuning:
         possible = [n for n, row in enumerate(rows) if not row.refused]
         if not possible:
             least = min(rows, key=lambda row: (not row.nbytes, row.nbytes))
-            what = f"{least.candidate.name}: {least.refused}"
+            what = f"{least.name}: {least.refused}"
             raise ConfigError(f"nothing fits: {what}; pass more --memory, ranks, or --nvme PATH")
         costs_by_plan = (max(tuned.cost_of(rows[n], rows[n].predicted), 1e-12) for n in possible)
         points = [
-            Point(rows[n].candidate.features, cost, rows[n].nbytes)
+            Point(rows[n].features, cost, rows[n].nbytes)
             for n, cost in zip(possible, costs_by_plan)
         ]
         kind, most = self.settings.tuner_type, self.settings.tuner_num_trials
@@ -281,17 +270,17 @@ class Tuning:
         costs: dict[int, float | None] = {}
         while (index := next_trial(points, costs, strategy, out_of_memory=short)) is not None:
             row = rows[possible[index]]
-            result = results.find(runs.key(row.candidate.keys, self.request), self.time_limit)
+            result = results.find(runs.key(row.keys, self.request), self.time_limit)
             if result is None:
-                name = row.candidate.name
+                name = row.name
                 show(
                     f"run {len(costs) + 1}: {name}",
                     len(costs),
                     min(strategy.num_trials, len(possible)),
                 )
-                result = runs.measure(name, row.candidate.keys, self.request, memory=tuned.memory)
+                result = runs.measure(name, row.keys, self.request, memory=tuned.memory)
                 results.add(result.as_dict())
-            rows[possible[index]] = row = replace(row, result=result, trial=len(costs))
+            rows[possible[index]] = row = replace(row, result=result, number=len(costs))
             costs[index] = tuned.cost(row)
             short |= {index} if result.out_of_memory else set()
         return replace(tuned, rows=tuple(rows))
@@ -303,11 +292,11 @@ class Tuning:
             return replace(
                 tuned, notes=(*notes, "every run failed: there is no best configuration")
             )
-        sizes = {row.candidate.micro or 0 for row in tuned.rows}
-        if len(sizes) > 1 and best.candidate.micro == max(sizes):
+        sizes = {row.micro or 0 for row in tuned.rows}
+        if len(sizes) > 1 and best.micro == max(sizes):
             what = "the best micro-batch is the largest tried"
             notes.append(f"{what}: raise autotuning.num_tuning_micro_batch_sizes for larger ones")
-        keys = changed(best.candidate.keys, {"autotuning": None})
+        keys = changed(best.keys, {"autotuning": None})
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(keys, indent=2) + "\n")
         picture = Path(self.settings.results_dir) / "tuning.png"

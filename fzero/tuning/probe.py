@@ -36,13 +36,14 @@ from fzero.config.config import Config
 from fzero.config.files import changed
 from fzero.estimation.activation_trace import trace_activations
 from fzero.estimation.compare import Keys, keys_of
+from fzero.estimation.fit_search import Limits
 from fzero.estimation.ledger import Device
 from fzero.model.changes import replaced_forwards
 from fzero.plans.machine_model import MachineModel
 from fzero.profiling.machine import MeasuredRates, mean_rates, rates_of_rank
 from fzero.runtime.batches import LossFn, map_tensors
 from fzero.storage.host_memory import host_memory, process_memory
-from fzero.tuning.space import OffloadTarget, Planned, Planner, batch_keys, candidates
+from fzero.tuning.space import OffloadTarget, Planner, Trial, batch_keys, candidates
 
 VARIABLE = "FZERO_TUNE"
 
@@ -208,13 +209,13 @@ class Probe:
                 "num_params": sum(param.numel() for param in self._model.parameters()),
                 "note": note,
                 "rates": asdict(machine),
-                "candidates": [asdict(one) | {"fits": self._fits(one, limit)} for one in plans],
+                "candidates": [asdict(one) for one in plans],
             }
         self._end(described)
 
     def _planned(
         self, batch: Any, machine: MachineModel, *, is_call: bool, limit: float
-    ) -> tuple[list[Planned], str]:
+    ) -> tuple[list[Trial], str]:
         """The plans of all candidates, and a note on what they do not count."""
         request = self._request
         assert request.keys is not None
@@ -223,14 +224,15 @@ class Probe:
         _, micro, steps = self._cfg.batch_sizes(world_size)
         if "train_micro_batch_size_per_gpu" in settings.arg_mappings:
             keys = changed(keys, batch_keys(keys, micro, steps))
-        plans: list[Planned] = []
+        limits = Limits(limit, _host_memory())
+        plans: list[Trial] = []
         with _giving_loss(self._model, self._loss_fn, is_call=is_call):
             planner, note = self._planner(keys, machine, batch, is_call=is_call, steps=steps)
             more: tuple[OffloadTarget, ...] = ("host", "nvme") if request.nvme_path else ("host",)
             for offload in dict.fromkeys(
                 (request.offload, (*dict.fromkeys((*request.offload, *more)),))
             ):
-                if not any(self._fits(one, limit) for one in plans):
+                if all(one.refused for one in plans):
                     space = candidates(
                         keys,
                         settings,
@@ -239,8 +241,10 @@ class Probe:
                         offload=offload,
                         nvme_path=request.nvme_path,
                     )
-                    known = {one.candidate.name for one in plans}
-                    plans += [planner.planned(one) for one in space if one.name not in known]
+                    known = {one.name for one in plans}
+                    plans += [
+                        planner.planned(one, limits) for one in space if one.name not in known
+                    ]
         return plans, note
 
     def _planner(
@@ -266,19 +270,6 @@ class Probe:
             "nvme_path": self._request.nvme_path,
         }
         return Planner(self._model, planned_keys, self._axis.size, machine, **how), note
-
-    def _fits(self, one: Planned, limit: float) -> bool:
-        """Whether a plan fits into `limit` bytes; on the CPU, host memory is the
-        device's memory.
-        """
-        if one.refused:
-            return False
-        here, host = one.nbytes["device"], one.nbytes["host"]
-        return (
-            here + host <= limit
-            if self._device.type == "cpu"
-            else here <= limit and host <= _host_memory()
-        )
 
 
 def probe_of(

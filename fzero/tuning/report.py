@@ -13,8 +13,7 @@ from rich.table import Table
 
 from fzero.common.optional import package
 from fzero.common.text_tables import as_text, scale_of, shown
-from fzero.tuning.runs import Result
-from fzero.tuning.space import TuningCandidate
+from fzero.tuning.space import Trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,48 +23,18 @@ UNITS = {"throughput": "samples/s", "latency": "s/step", "flops": "Gflop/s"}
 
 
 @dataclass(frozen=True, slots=True)
-class TrialResult:
-    """One candidate: its plan, and its measurement if there is one."""
-
-    candidate: TuningCandidate
-    nbytes: int = 0  # planned, of one rank
-    predicted: float = 0.0  # planned seconds of a step
-    flops: int = 0  # operations of a step on one rank, without recomputation; 0 if not counted
-    refused: str = ""  # why it is not possible or does not fit; then it is not measured
-    result: Result | None = None
-    # the number of candidates measured before it; None if it was not measured
-    trial: int | None = None
-
-    @property
-    def seconds(self) -> float | None:
-        """Measured seconds of a step."""
-        return self.result.seconds if self.result else None
-
-    @property
-    def reason(self) -> str:
-        """Why it is not possible, or why its run failed."""
-        return self.refused or (self.result.error if self.result else "")
-
-    def samples(self, world_size: int) -> int:
-        """Samples of all ranks in a step; 1 if unknown."""
-        planned = (self.candidate.micro or 0) * self.candidate.num_micro_steps * world_size
-        return planned or (self.result.samples if self.result else 0) or 1
-
-
-@dataclass(frozen=True, slots=True)
 class Tuned:
     """All candidates. `print(tuned)` shows the table."""
 
-    rows: tuple[
-        TrialResult, ...
-    ]  # in the order of the search space; the first is the configuration that the script was given
+    # in the order of the search space; the first is the configuration that the script was given
+    rows: tuple[Trial, ...]
     metric: Metric  # the optimized one
     world_size: int
     memory: float  # bytes that a rank may use
     notes: tuple[str, ...] = ()  # below the table
     use: str = field(default="", repr=False)  # the command that uses the best configuration
 
-    def score(self, row: TrialResult) -> float | None:
+    def score(self, row: Trial) -> float | None:
         """The metric of a measured candidate, in its unit."""
         if row.seconds is None or self.metric == "latency":
             return row.seconds
@@ -73,16 +42,16 @@ class Tuned:
             return row.flops * self.world_size / row.seconds / 1e9
         return row.samples(self.world_size) / row.seconds
 
-    def cost(self, row: TrialResult) -> float | None:
+    def cost(self, row: Trial) -> float | None:
         """The cost that the search minimizes."""
         return None if row.seconds is None else self.cost_of(row, row.seconds)
 
-    def cost_of(self, row: TrialResult, seconds: float) -> float:
+    def cost_of(self, row: Trial, seconds: float) -> float:
         """The cost at this many seconds per step."""
         return seconds if self.metric == "latency" else seconds / row.samples(self.world_size)
 
     @property
-    def best(self) -> TrialResult | None:
+    def best(self) -> Trial | None:
         """The best measured candidate."""
         measured = [row for row in self.rows if row.seconds is not None]
         return min(measured, key=lambda row: self.cost(row) or 0.0, default=None)
@@ -101,23 +70,23 @@ class Tuned:
             "world_size": self.world_size,
             "memory": self.memory,
             "candidates": [self._row_as_dict(row) for row in self.rows],
-            "best": None if self.best is None else self.best.candidate.name,
+            "best": None if self.best is None else self.best.name,
             "gain": self.gain,
-            "config": None if self.best is None else self.best.candidate.keys,
+            "config": None if self.best is None else self.best.keys,
             "use": self.use,
             "notes": list(self.notes),
         }
 
-    def _row_as_dict(self, row: TrialResult) -> dict[str, Any]:
+    def _row_as_dict(self, row: Trial) -> dict[str, Any]:
         result = row.result
         return {
-            "name": row.candidate.name,
-            "given": row.candidate.is_given,
+            "name": row.name,
+            "given": row.is_given,
             "planned": {"nbytes": row.nbytes, "seconds": row.predicted},
             "seconds": row.seconds,
             "score": self.score(row),
             "nbytes": result.nbytes if result and row.seconds else None,
-            "trial": row.trial,
+            "trial": row.number,
             "reason": row.reason,
         }
 
@@ -159,20 +128,20 @@ class Tuned:
         )
         for y, (row, score) in enumerate(zip(rows, scores)):
             left.text(score, y, f" {_mark(row)}", va="center", fontsize="x-small", color="0.3")
-        left.set_yticks(range(len(rows)), [row.candidate.name for row in rows], fontsize="x-small")
+        left.set_yticks(range(len(rows)), [row.name for row in rows], fontsize="x-small")
         left.set(
             xlabel=UNITS[self.metric],
             title="candidates: measured, failed, not tried, pruned",
             xmargin=0.2,
         )
         trials = sorted(
-            (row for row in rows if row.trial is not None), key=lambda row: row.trial or 0
+            (row for row in rows if row.number is not None), key=lambda row: row.number or 0
         )
         _draw_trials(right, self, trials)
         return figure
 
 
-def _cells(tuned: Tuned, row: TrialResult, scale: float) -> list[str]:
+def _cells(tuned: Tuned, row: Trial, scale: float) -> list[str]:
     measured = ["", "", ""]
     if row.result is not None and row.seconds is not None:
         measured = [
@@ -180,11 +149,11 @@ def _cells(tuned: Tuned, row: TrialResult, scale: float) -> list[str]:
             f"{row.seconds:.3g}",
             f"{tuned.score(row):.4g}",
         ]
-    why = row.reason or ("as given" if row.candidate.is_given else "")
+    why = row.reason or ("as given" if row.is_given else "")
     return [
-        "→" if tuned.best is not None and row.candidate.name == tuned.best.candidate.name else "",
-        row.candidate.name,
-        "" if row.trial is None else str(row.trial + 1),
+        "→" if tuned.best is not None and row.name == tuned.best.name else "",
+        row.name,
+        "" if row.number is None else str(row.number + 1),
         shown(row.nbytes, scale) if row.nbytes else "",
         f"{row.predicted:.3g}" if row.predicted else "",
         *measured,
@@ -192,26 +161,26 @@ def _cells(tuned: Tuned, row: TrialResult, scale: float) -> list[str]:
     ]
 
 
-def _ordered(tuned: Tuned) -> list[TrialResult]:
+def _ordered(tuned: Tuned) -> list[Trial]:
     """The rows: measured ones, best first; failed ones; untried ones, by the plan;
     refused ones.
     """
 
-    def rank(row: TrialResult) -> tuple[int, float]:
+    def rank(row: Trial) -> tuple[int, float]:
         cost = tuned.cost(row)
         if cost is not None:
             return 0, cost
         if row.refused:
             return 3, row.nbytes
-        return (1, row.trial or 0) if row.result else (2, tuned.cost_of(row, row.predicted))
+        return (1, row.number or 0) if row.result else (2, tuned.cost_of(row, row.predicted))
 
     return sorted(tuned.rows, key=rank)
 
 
-def _conclusion(tuned: Tuned, best: TrialResult) -> str:
-    num_runs = sum(row.trial is not None for row in tuned.rows)
-    text = f"{num_runs} of {len(tuned.rows)} candidates were run; the best is {best.candidate.name}"
-    if best.candidate.is_given:
+def _conclusion(tuned: Tuned, best: Trial) -> str:
+    num_runs = sum(row.number is not None for row in tuned.rows)
+    text = f"{num_runs} of {len(tuned.rows)} candidates were run; the best is {best.name}"
+    if best.is_given:
         return f"{text}, the given configuration"
     return (
         text
@@ -220,17 +189,17 @@ def _conclusion(tuned: Tuned, best: TrialResult) -> str:
     )
 
 
-def _mark(row: TrialResult) -> str:
+def _mark(row: Trial) -> str:
     if row.refused:
         return f"pruned: {row.refused}"[:60]
     if row.result and row.result.error:
-        return f"run {(row.trial or 0) + 1}: {row.result.error}"[:60]
-    return "" if row.trial is None else f"run {row.trial + 1}"
+        return f"run {(row.number or 0) + 1}: {row.result.error}"[:60]
+    return "" if row.number is None else f"run {row.number + 1}"
 
 
-def _draw_trials(axes: Any, tuned: Tuned, trials: Sequence[TrialResult]) -> None:
+def _draw_trials(axes: Any, tuned: Tuned, trials: Sequence[Trial]) -> None:
     good = [row for row in trials if row.seconds is not None]
-    xs = [(row.trial or 0) + 1 for row in good]
+    xs = [(row.number or 0) + 1 for row in good]
     ys = [tuned.score(row) or 0.0 for row in good]
     better = min if tuned.metric == "latency" else max
     axes.plot(xs, ys, "o", label="measured")
@@ -241,7 +210,7 @@ def _draw_trials(axes: Any, tuned: Tuned, trials: Sequence[TrialResult]) -> None
         color="C2",
         label="best so far",
     )
-    failed = [(row.trial or 0) + 1 for row in trials if row.seconds is None]
+    failed = [(row.number or 0) + 1 for row in trials if row.seconds is None]
     axes.plot(failed, [0.0] * len(failed), "x", color="C3", label="failed")
     if (given := tuned.score(tuned.rows[0])) is not None:
         axes.axhline(given, color="0.5", linestyle="--", label="as given")

@@ -30,6 +30,7 @@ from fzero.config.files import changed
 from fzero.estimation.compare import Keys
 from fzero.launch.supervise import ends_with_us
 from fzero.tuning.probe import VARIABLE, Request
+from fzero.tuning.space import Result
 
 CONFIG_FLAGS = ("--config", "--deepspeed_config", "--deepspeed", "--ds_config")
 OF_SPACE = (
@@ -143,27 +144,6 @@ def mapped(keys: Keys, arg_mappings: Mapping[str, str]) -> dict[str, Any]:
         if value is not None and not isinstance(value, Mapping):
             values[flag] = value
     return values
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One run."""
-
-    key: str  # identifies the configuration and the command
-    name: str  # the configuration in words
-    seconds: float | None = None  # time of a step; None if the run failed
-    samples: int = 0  # samples of all ranks in a step; 0 if unknown
-    nbytes: int = 0  # the peak of a rank since the step was made
-    error: str = ""  # why it failed, in a few words
-    out_of_memory: bool = False
-    timed_out: bool = False
-    time_limit: float = 0.0  # limit of the run, in seconds
-    took: float = 0.0  # seconds of the full run
-    config: Keys | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The content of a line of the file."""
-        return asdict(self)
 
 
 class Results:

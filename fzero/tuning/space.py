@@ -1,5 +1,5 @@
-"""`candidates`: the configurations that `fzero tune` considers. `Planner` makes the
-plan of each.
+"""`Trial`: a configuration that `fzero tune` considers, its plan and its measurement.
+`candidates` are all of them; `Planner` makes their plans.
 
 Candidates differ in stage, micro-batch, activation checkpointing and, on request, in
 bucket size and placement. The model and the batch are the script's, so this code runs
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from fzero.config.autotuning import Autotuning
 from fzero.config.config import ConfigError
 from fzero.config.files import changed
 from fzero.estimation.compare import Choices, Keys, quietly
-from fzero.estimation.fit_search import Search
+from fzero.estimation.fit_search import Limits, Search
 from fzero.estimation.ledger import Device
 from fzero.plans.machine_model import MachineModel
 
@@ -30,55 +30,84 @@ STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class TuningCandidate:
-    """One configuration that may be measured."""
+class Result:
+    """One run."""
 
-    choice: Choices
+    key: str  # identifies the configuration and the command
+    name: str  # the configuration in words
+    seconds: float | None = None  # time of a step; None if the run failed
+    samples: int = 0  # samples of all ranks in a step; 0 if unknown
+    nbytes: int = 0  # the peak of a rank since the step was made
+    error: str = ""  # why it failed, in a few words
+    out_of_memory: bool = False
+    timed_out: bool = False
+    time_limit: float = 0.0  # limit of the run, in seconds
+    took: float = 0.0  # seconds of the full run
+    config: Keys | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of a line of the file."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One configuration that may be measured; once it is planned, its plan in numbers;
+    once it has run, its measurement.
+    """
+
+    choices: Choices
     micro: int | None  # samples of a rank in a micro-step; None if the configuration sets no batch
     num_micro_steps: int
     keys: Keys  # the configuration, as in a file
     is_given: bool = False  # whether it is the script's own configuration
+    nbytes: int = 0  # planned, of one rank's device; on the CPU, of its host memory
+    predicted: float = 0.0  # planned seconds of a step
+    flops: int = 0  # operations of a step on one rank, without recomputation; 0 if not counted
+    refused: str = ""  # why it is not possible or does not fit; then it is not measured
+    result: Result | None = None
+    # the number of candidates measured before it; None if it was not measured
+    number: int | None = None
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Self:
+        """From its `dataclasses.asdict`, before it has run."""
+        return cls(**record | {"choices": Choices(**record["choices"])})
 
     @property
     def name(self) -> str:
         """Its choices, in words."""
-        choice = self.choice
-        words = [
-            f"stage {choice.stage}",
-            "" if self.micro is None else f"micro-batch {self.micro}",
-            f"× {self.num_micro_steps}" if self.num_micro_steps > 1 else "",
-            "+ checkpointing" * choice.checkpoints,
-            f"+ optimizer on {choice.optimizer}" * (choice.optimizer != "device"),
-            f"+ parameters on {choice.params}" * (choice.params != "device"),
-            "+ small bucket" * choice.small,
-        ]
-        return " ".join(filter(None, words))
+        size = "" if self.micro is None else f", micro-batch {self.micro}"
+        steps = f" × {self.num_micro_steps}" if self.num_micro_steps > 1 else ""
+        return f"{self.choices}{size}{steps}"
+
+    @property
+    def seconds(self) -> float | None:
+        """Measured seconds of a step."""
+        return self.result.seconds if self.result else None
+
+    @property
+    def reason(self) -> str:
+        """Why it is not possible, or why its run failed."""
+        return self.refused or (self.result.error if self.result else "")
+
+    def samples(self, world_size: int) -> int:
+        """Samples of all ranks in a step; 1 if unknown."""
+        planned = (self.micro or 0) * self.num_micro_steps * world_size
+        return planned or (self.result.samples if self.result else 0) or 1
 
     @property
     def features(self) -> tuple[float, ...]:
         """Numbers for the search (`fzero.tuning.search.Point`)."""
-        choice = self.choice
-        parts = [choice.stage >= stage for stage in (1, 2, 3)]
-        parts += [choice.checkpoints, choice.small]
+        choices = self.choices
+        parts = [choices.stage >= stage for stage in (1, 2, 3)]
+        parts += [choices.checkpoints, choices.small]
         parts += [
-            getattr(choice, name) == kind
+            getattr(choices, name) == kind
             for name in ("optimizer", "params")
             for kind in ("host", "nvme")
         ]
         return (*(float(part) - 0.5 for part in parts), math.log2(self.micro or 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """The plan of a candidate: bytes of one rank by kind of memory, and seconds of a
-    step; or why it is not possible.
-    """
-
-    candidate: TuningCandidate
-    nbytes: dict[str, int]
-    seconds: float
-    flops: int = 0
-    refused: str = ""
 
 
 def candidates(
@@ -89,7 +118,7 @@ def candidates(
     stages: Sequence[int] = STAGES,
     offload: Sequence[OffloadTarget] = ("device",),
     nvme_path: str | None = None,
-) -> list[TuningCandidate]:
+) -> list[Trial]:
     """The given configuration, then all others.
 
     Args:
@@ -105,25 +134,21 @@ def candidates(
     """
     cfg = quietly(keys)
     _, own_micro, own_steps = cfg.batch_sizes(world_size)
-    given = TuningCandidate(Choices.of(cfg), own_micro, own_steps, keys, is_given=True)
+    given = Trial(Choices.of(cfg), own_micro, own_steps, keys, is_given=True)
     every = cfg.activation_checkpointing.every
     sizes = list(micro_batches(keys, settings, world_size))
     buckets = [False] if settings.fast else [False, True]
     space = [given]
     choices = product(stages, sizes, [False, True], offload, offload, buckets)
     for stage, (micro, steps), has, opt, params, small in choices:
-        choice = Choices(stage, opt, params, has, small, given.choice.inputs)
+        choice = Choices(stage, opt, params, has, small, given.choices.inputs)
         is_possible = (params == "device" or (stage == 3 and opt != "device")) and (
             opt == "device" or stage > 0
         )
-        if is_possible and (choice, micro, steps) != (
-            given.choice,
-            given.micro,
-            given.num_micro_steps,
-        ):
+        if is_possible and (choice, micro, steps) != (given.choices, own_micro, own_steps):
             changes = {**choice.keys(nvme_path, every), **batch_keys(keys, micro, steps)}
             changes.setdefault("activation_checkpointing", {"every": None})
-            space.append(TuningCandidate(choice, micro, steps, changed(keys, changes)))
+            space.append(Trial(choice, micro, steps, changed(keys, changes)))
     return space
 
 
@@ -199,20 +224,25 @@ class Planner:
 
         self._search = cache(search)
 
-    def planned(self, candidate: TuningCandidate) -> Planned:
-        """The plan of a candidate; if the model or the configuration does not allow it,
-        `refused` has the reason.
+    def planned(self, trial: Trial, limits: Limits) -> Trial:
+        """A trial with its plan; if the model, the configuration or the memory does not
+        allow it, `refused` has the reason.
         """
         try:
-            search = self._search(candidate.micro, candidate.num_micro_steps)
-            rung = search.rung("", candidate.choice)
-            reason = "" if rung else next(reversed(search.refused), "not possible")
+            search = self._search(trial.micro, trial.num_micro_steps)
+            found = search.rung("", trial.choices)
+            reason = "" if found else next(reversed(search.refused), "not possible")
         except (ConfigError, ValueError) as error:
-            rung, reason = None, str(error).splitlines()[0]
-        if rung is None:
-            return Planned(candidate, {}, 0.0, refused=reason)
+            found, reason = None, str(error).splitlines()[0]
+        if found is None:
+            return replace(trial, refused=reason)
         flops = search.activations.of(checkpoints=False).flops if search.activations else 0
-        nbytes = {"device": rung.nbytes("device")} | {
-            kind: rung.nbytes(kind) for kind in ("host", "nvme")
-        }
-        return Planned(candidate, nbytes, rung.seconds, flops * candidate.num_micro_steps)
+        nbytes = found.nbytes("device")
+        too_large = f"does not fit: {nbytes / 1e9:.3g} GB of {limits.device / 1e9:.3g}"
+        return replace(
+            trial,
+            nbytes=nbytes,
+            predicted=found.seconds,
+            flops=flops * trial.num_micro_steps,
+            refused="" if limits.hold(found) else too_large,
+        )

@@ -31,7 +31,7 @@ LOCO = reset_every(error_feedback(compressed(quantize(4, 4)), decay=0.8), every=
 def division(mesh: Mesh, axes: tuple[str, ...], replicate_axes: tuple[str, ...] = ()) -> Any:
     """What a plan says about a mesh."""
     return SimpleNamespace(
-        mesh=mesh, world_size=mesh.size, axes=axes, replicate_axes=replicate_axes,
+        mesh=mesh, world_size=mesh.size, seq_size=1, axes=axes, replicate_axes=replicate_axes,
         shard_of=lambda rank: mesh.shard_of(rank, Sharded(*axes)),
     )  # fmt: skip
 

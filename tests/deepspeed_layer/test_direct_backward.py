@@ -254,11 +254,23 @@ def test_what_the_engine_cannot_scale_is_reported() -> None:
         ValueError, match=r"engine.scale: needs a scalar loss .* output.backward\(gradient\)"
     ):
         engine.scale(outputs["logits"])
-    old = criterion(outputs, data(0)[1])
-    criterion(engine(data(0)[0]), data(0)[1]).backward()
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True, "auto_cast": True}}])
+@pytest.mark.parametrize("way", ["engine", "loss", "freed"])
+def test_a_backward_through_a_step_that_is_over_says_so(
+    way: str, precision: dict[str, Any]
+) -> None:
+    """Also where autograd finds first that it has freed the graph, or that the update
+    has written memory that the graph holds.
+    """
+    engine, (x, y) = made(2, **precision), data(0)
+    old = criterion(engine(x), y)
+    engine.backward(old if way == "freed" else criterion(engine(x), y))
     engine.step()
+    engine(x)
     with pytest.raises(RuntimeError, match="a step that is over"):
-        old.backward()
+        WAYS["engine" if way == "freed" else way](engine, None, y, old)
 
 
 def test_tensors_are_found_in_any_structure() -> None:

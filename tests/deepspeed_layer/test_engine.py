@@ -308,12 +308,8 @@ def test_what_cannot_be_done_is_reported_with_what_to_do_instead() -> None:
         engine.step()
     with pytest.raises(ValueError, match="needs a scalar loss"):
         engine.backward(engine(x)["logits"])
-    loss = criterion(engine(x), y)
     engine.backward(criterion(engine(x), y))
     engine.step()
-    with pytest.raises(RuntimeError, match="a step that is over"):
-        engine(x)
-        engine.backward(loss)
     with pytest.raises(RuntimeError, match=r"call engine.step\(\)"):
         engine.optimizer.step()
     with pytest.raises(AttributeError, match="no_such_thing"):

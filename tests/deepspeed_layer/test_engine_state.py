@@ -483,6 +483,9 @@ def test_states_that_are_away_are_missed() -> None:
     engine(data(0)[0])
     engine.destroy()
     assert "forward" not in engine.module.__dict__
+    for call in (engine.reload_states, engine.offload_states, engine.module_state_dict):
+        with pytest.raises(RuntimeError, match="must not be used after destroy"):
+            call()
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -29,12 +29,14 @@ from training import config, make, vectors
 
 import fzero
 from fzero.common.flops import counter
+from fzero.config.config import ConfigError
 from fzero.deepspeed import estimators as estimates
 from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
 from fzero.estimation.activation_trace import OperatorCost, trace_activations
+from fzero.estimation.compare import Choices
 from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_run import dry_run
-from fzero.estimation.fitting import Limits
+from fzero.estimation.fit_search import Limits
 from fzero.estimation.ledger import PYTHON
 from fzero.estimation.models import (
     VOCABULARY,
@@ -1083,6 +1085,22 @@ def test_the_ladder_goes_one_change_at_a_time_from_the_given_configuration(
         assert Limits(math.inf, host).hold(rung) and not (
             host and Limits(math.inf, host - 1).hold(rung)
         )
+
+
+def test_on_a_cpu_the_buffers_of_files_need_the_memory_of_the_device() -> None:
+    keys = {"zero_optimization": Choices(3, "nvme", "nvme").placed()}
+    how: dict[str, Any] = {"world_size": 2, "device": "cpu"}
+    found = fzero.estimation.compare_plans(Even(), keys, **how)
+    candidate = found["stage 3, all on nvme"]
+    pool = candidate.step.host_pool
+    assert pool > 0 and candidate.memory["device"]["sub-groups"] == pool
+    assert candidate.nbytes("device") == candidate.step.nbytes + pool and not candidate.nbytes(
+        "host"
+    )
+    for spare, fits in ((pool, True), (pool - 1, False)):
+        assert Limits(candidate.step.nbytes + spare).hold(candidate) is fits
+    with pytest.raises(ConfigError, match='host_nbytes must be left out with device="cpu"'):
+        fzero.estimation.fit(Even(), keys, device_nbytes=1e9, host_nbytes=1e9, **how)
 
 
 def test_tiles_are_proposed_for_a_length_that_needs_them() -> None:

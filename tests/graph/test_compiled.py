@@ -30,9 +30,10 @@ import fzero
 from fzero.graph.analysis import analyse
 from fzero.graph.backends import InductorPass, digest_of_marks
 from fzero.graph.capture_errors import in_collectives
+from fzero.graph.host_inputs import FROM_HOST, TO_HOST
 from fzero.graph.liveness import liveness
 from fzero.graph.nodes import WAIT, flops_of, is_collective, numel_of
-from fzero.graph.remat import is_backward
+from fzero.graph.remat import is_again, is_backward
 from fzero.graph.schedule import PassOptions
 from fzero.optim import torch_optimizer
 from fzero.transforms.checkpointing import Moves
@@ -928,17 +929,68 @@ def test_a_module_that_the_graph_does_not_show_is_named() -> None:
         step(step.init(), vectors(0))
 
 
-def test_inputs_cannot_wait_in_host_memory_where_the_step_is_a_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+# --- inputs of checkpointed modules in host memory ------------------------------------------------
+
+ON_HOST = {"activation_checkpointing": {"every": 1, "cpu_checkpointing": True}}
+
+
+@pytest.fixture
+def host_is_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs move as from a GPU, by copies."""
     monkeypatch.setattr(
         "fzero.transforms.checkpointing.host_moves", lambda device: Moves(torch.clone, torch.clone)
     )
-    cfg = config(0) | {"activation_checkpointing": {"every": 1, "cpu_checkpointing": True}}
-    with pytest.raises(
-        fzero.ConfigError, match=r"cpu_checkpointing: must be false .* compile='block'"
-    ):
-        fzero.make_train_step(_quiet(), cfg, **AOT)
+
+
+@pytest.mark.usefixtures("host_is_other_memory")
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("model", "data"), [(_quiet, vectors), (Odd, tokens)])
+def test_inputs_in_host_memory_change_no_bit_of_a_captured_step(
+    model: Any, data: Any, stage: int
+) -> None:
+    expected = train(model, data, config(stage), num_steps=2, checkpoint=1, **AOT)
+    curve, weights = train(model, data, config(stage) | ON_HOST, num_steps=2, **AOT)
+    assert curve == expected[0] and all(
+        torch.equal(weights[name], value) for name, value in expected[1].items()
+    )
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("host_is_other_memory")
+def test_inductor_trains_with_inputs_in_host_memory() -> None:
+    inductor = AOT | {"compile_backend": "inductor"}
+    expected, _ = train(_quiet, vectors, config(3), num_steps=2, checkpoint=1, **inductor)
+    curve, _ = train(_quiet, vectors, config(3) | ON_HOST, num_steps=2, **inductor)
+    for found, wanted in zip(curve, expected, strict=True):
+        # another fusion of the generated code rounds sums in another order
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.usefixtures("host_is_other_memory")
+def test_the_backward_reads_inputs_from_host_memory_alone() -> None:
+    def scheduled(keys: dict[str, Any]) -> Graph:
+        step = fzero.make_train_step(_quiet(), config(3) | keys, **AOT)
+        (captured,) = step.trace(vectors(0))
+        return captured.scheduled().graph
+
+    here = scheduled({"activation_checkpointing": {"every": 1}})
+    away = scheduled(ON_HOST)
+    moved = away.find_nodes(op="call_function", target=TO_HOST)
+    # The first block's input is the batch, which needs no gradient and stays.
+    assert len(moved) == 5
+    brought = away.find_nodes(op="call_function", target=FROM_HOST)
+    assert len(brought) == 5 and all(is_again(node) for node in brought)
+    places = {node: place for place, node in enumerate(away.nodes)}
+    first = min(places[node] for node in away.nodes if is_backward(node))
+    for node in moved:
+        (x,) = node.all_input_nodes
+        assert all(places[user] < first for user in x.users) and places[node] < first
+    before_the_backward = []
+    for graph in (here, away):
+        first = next(i for i, node in enumerate(graph.nodes) if is_backward(node))
+        before_the_backward.append(liveness(graph).live[first])
+    # the last of the five may still be in use there
+    assert before_the_backward[0] - before_the_backward[1] >= 4 * moved[0].meta["val"].nbytes
 
 
 def test_inductors_cache_tells_apart_what_the_passes_read() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from profiles import examples
-from ranks import RankError, RankPool
+from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -922,15 +922,6 @@ class Overwrites(nn.Module):
         return F.mse_loss(self.blocks[1](squared), y)
 
 
-class Clamps(Overwrites):
-    """Changes its own parameter in place."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.blocks[0].weight.clamp_(-0.1, 0.1)
-        return F.mse_loss(self.blocks[0](x), y)
-
-
 def _said(model: type[nn.Module], stages: tuple[int, ...] = (0, 1, 2, 3)) -> list[str]:
     """What a step of each stage raises."""
     said = []
@@ -953,11 +944,6 @@ def test_changing_what_the_backward_needs_raises_in_every_stage_like_plain_autog
     for world_size in (1, 2):  # the ranks raise alike, and their group is used again
         for said in ranks(world_size, _said, Overwrites):
             assert all("in place" in text or "inplace" in text for text in said), said
-
-
-def test_changing_a_parameter_in_the_forward_raises_in_every_stage() -> None:
-    # In stage 3 the change would be lost, and in the others it would not: no stage may take it.
-    assert all("'blocks.0.weight': must not be changed in place" in text for text in _said(Clamps))
 
 
 # --- the state is a value -------------------------------------------------------------------------
@@ -1519,36 +1505,6 @@ def test_any_model_in_its_own_dtypes_gives_the_same_bits_in_all_stages(
                 assert all(torch.equal(others[name], weights[name]) for name in weights)
 
     same_bits()
-
-
-class Teacher(nn.Module):
-    """A frozen copy that the forward moves towards the trained layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.teacher.weight.mul_(0.9)
-        return (self.student(x) - self.teacher(x)).square().mean()
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("stage", range(4))
-def test_a_parameter_that_the_forward_changes_is_refused_in_every_stage(
-    ranks: RankPool, stage: int
-) -> None:
-    with pytest.raises(RankError) as raised:
-        ranks(2, train, Teacher, rows_of_four, config(stage), num_steps=1)
-    assert all(
-        isinstance(error, ValueError) and "must not be changed in place" in str(error)
-        for error in raised.value.errors
-    )
-
-
-def rows_of_four(step: int) -> Tensor:
-    return torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
 
 
 def test_a_penalty_over_parameters_counts_a_tie_once_also_after_the_module_went_to_meta() -> None:

@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, str] = {
     "runtime": f"{CORE} state verbs storage model",
     "pipeline": f"{CORE} state verbs storage model runtime transforms",
     "transforms": f"{CORE} state model runtime graph",
+    "sequence": "sharding common comms config model",
     "tiling": "sharding common model plans transforms",
     "graph": f"{CORE} state verbs storage model runtime",
     "parallelism": f"{CORE} runtime pipeline graph estimation",
@@ -61,7 +62,7 @@ MAY_IMPORT: dict[str, str] = {
     "integrations": "deepspeed",
     "tuning": f"fzero {STEP} estimation profiling launch cli",
     "launch": "common comms config",
-    "cli": f"fzero {STEP} estimation profiling digests",
+    "cli": f"fzero {STEP} estimation profiling digests testing",
     "testing": f"fzero {STEP} resharding checkpoint",
     "fzero": "*",
     "__main__": "*",
@@ -258,10 +259,15 @@ def test_torch_distributed_is_named_behind_one_door_only_and_its_files_behind_an
         ),
         "fzero.comms.hangs.failures",
         "fzero.deepspeed.comm.comm",
-    }  # two start ranks, and the last one is torch.distributed under another name
+        *(
+            f"fzero.testing.conformance.{name}"
+            for name in ("laws", "ranks", "torch_systems", "training")
+        ),
+    }  # two start ranks, one is torch.distributed under another name; laws are tried on torch's own
     assert users_of(module=checkpoints, but="-") == {
         "fzero.checkpoint.dcp_format",
         "fzero.checkpoint.dcp_metadata",
+        "fzero.testing.conformance.torch_systems",
     }
 
 

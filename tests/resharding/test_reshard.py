@@ -372,11 +372,11 @@ def test_the_moves_of_one_process_are_those_of_all_that_it_takes_part_in(
     ]
     for plan in (
         fzero.resharding.plan_reshard(old.plan, new.plan, rng=new.specs.rng),
-        fzero.resharding.plan_reshard(old.plan, new.plan, rng=new.specs.rng, places=places),
+        fzero.resharding.plan_reshard(old.plan, new.plan, rng=new.specs.rng, job_ranks=places),
     ):
         for flow in (flow for window in plan.rounds for flow in window.flows):
             everything = list(plan.moves(flow))
-            for process in range(len(plan.places)):
+            for process in range(len(plan.job_ranks)):
                 own = [
                     move for move in everything if process in (move.source_rank, move.target_rank)
                 ]
@@ -440,7 +440,7 @@ def test_each_process_sees_its_own_moves_and_both_ends_see_them_in_one_order(
     for window in plan.rounds:
         for flow in window.flows:
             everything = {element for move in plan.moves(flow) for element in _elements(move)}
-            by_process = [list(plan.moves(flow, process)) for process in range(len(plan.places))]
+            by_process = [list(plan.moves(flow, process)) for process in range(len(plan.job_ranks))]
             assert everything == {
                 element for moves in by_process for move in moves for element in _elements(move)
             }
@@ -819,7 +819,7 @@ def _sent(jobs: list[Job]) -> tuple[Any, list[fzero.comms.CommRecord], int]:
     ]
     return (
         fzero.resharding.plan_reshard(
-            old.plan, new.plan, places=places, rng=new.specs.rng
+            old.plan, new.plan, job_ranks=places, rng=new.specs.rng
         ).sent_nbytes,
         moved,
         len(new.plan.units),

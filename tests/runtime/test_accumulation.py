@@ -252,7 +252,7 @@ def test_a_graph_is_read_only_where_a_backward_may_belong_to_several_forwards() 
     assert forwards.last_alone == {0: {"a": 1}}
     forwards.begin("train", frozenset())
     assert forwards.last_alone is None  # of which of the two?
-    forwards.go_back(keeps=True)
+    forwards.go_back(retain_graph=True)
     forwards.begin("train", frozenset())
     assert forwards.last_alone is None  # of this one, or of the graph that is kept?
 

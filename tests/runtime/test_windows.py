@@ -168,7 +168,7 @@ class Windows(RuleBasedStateMachine):
                 sum(losses),  # type: ignore[arg-type]
                 num_parts=self.num_parts,
                 is_last=is_last,
-                keeps=keeps,
+                retain_graph=keeps,
                 **weight,
             )
 
@@ -192,7 +192,7 @@ class Windows(RuleBasedStateMachine):
 
         def one(rank: int, step: fzero.TrainStep) -> Tensor:
             loss = ours[rank][0]
-            with step.backward_through(self.window[rank], loss, keeps=keeps):
+            with step.backward_through(self.window[rank], loss, retain_graph=keeps):
                 (grad,) = torch.autograd.grad(loss, inputs[rank], retain_graph=keeps)
             return grad
 

@@ -186,7 +186,7 @@ def test_the_processor_updates_what_lives_in_host_memory_and_gradients_and_param
     expected, reported = train(ranks, ranks.init(), 0, 3)
     for module in ("storage.state_memory", "storage.offload", "runtime.step_runtime"):
         monkeypatch.setattr(
-            f"fzero.{module}.place_of",
+            f"fzero.{module}.memory_kind",
             lambda where, _: "here" if where.kind == "device" else where.kind,
         )
     monkeypatch.setattr("fzero.storage.movers.DeviceMover", Crossings)

@@ -359,8 +359,8 @@ CHOSEN = (
     Fault(
         RUNTIME,
         "wait",
-        "flats = self._live[unit.name] = self._end(unit.name)",
-        "flats = self._live[unit.name] = {g.buffer.key: g.pending.finish() for g in "
+        "flats = self._gathered[unit.name] = self._end(unit.name)",
+        "flats = self._gathered[unit.name] = {g.buffer.key: g.pending.finish() for g in "
         "self._under_way.pop(unit.name) if not g.pending.works or True}",
         "a gather is not waited for",
     ),

@@ -21,6 +21,7 @@ import fzero
 from fzero.comms.records import CommRecord
 from fzero.estimation.activation_trace import trace_activations
 from fzero.transforms import lora, quantization_aware
+from fzero.transforms.checkpointing import Moves
 
 VOCABULARY, WIDTH, LENGTH, NUM_STEPS, RATE = 29, 12, 8, 3, 0.3
 
@@ -166,6 +167,21 @@ def test_a_step_in_one_graph_trains_as_a_plain_loop(stage: int, checkpoint: int 
         compile="step",
         compile_backend="aot_eager",
     )
+    check(trained(step, batch), plain())
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("compile", [None, "step"])
+@pytest.mark.parametrize("stage", range(4))
+def test_tiles_with_their_inputs_in_host_memory_train_as_a_plain_loop(
+    monkeypatch: pytest.MonkeyPatch, stage: int, compile: Any
+) -> None:
+    monkeypatch.setattr(
+        "fzero.transforms.checkpointing.host_moves", lambda device: Moves(torch.clone, torch.clone)
+    )
+    keys = {"activation_checkpointing": {"every": 1, "cpu_checkpointing": True}}
+    how = {} if compile is None else {"compile": compile, "compile_backend": "aot_eager"}
+    step = fzero.make_train_step(make(), settings(stage, **keys), transforms=tiles(), **how)
     check(trained(step, batch), plain())
 
 

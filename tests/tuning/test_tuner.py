@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +28,10 @@ from fzero.config.autotuning import Autotuning, autotuning
 from fzero.config.config import Config, ConfigError
 from fzero.tuning.cli import Tuning, _shown
 from fzero.tuning.probe import VARIABLE, Request
-from fzero.tuning.report import TrialResult, Tuned
-from fzero.tuning.runs import OF_SPACE, Result, Results, Runs, Script, key_of, reason
+from fzero.tuning.report import Tuned
+from fzero.tuning.runs import OF_SPACE, Results, Runs, Script, key_of, reason
 from fzero.tuning.search import Point, Strategy, next_trial
-from fzero.tuning.space import candidates
+from fzero.tuning.space import Result, candidates
 
 # --- the search -----------------------------------------------------------------------------------
 
@@ -163,10 +164,10 @@ def test_candidates_are_what_they_say() -> None:
     for one in found:
         cfg = Config.load(dict(one.keys))
         zero, block = cfg.zero_optimization, cfg.zero_optimization.offload_optimizer
-        assert zero.stage == one.choice.stage and (block is not None) == (
-            one.choice.optimizer == "host"
+        assert zero.stage == one.choices.stage and (block is not None) == (
+            one.choices.optimizer == "host"
         )
-        assert cfg.activation_checkpointing.every == (2 if one.choice.checkpoints else None)
+        assert cfg.activation_checkpointing.every == (2 if one.choices.checkpoints else None)
         assert cfg.batch_sizes(4).micro == one.micro and one.micro in (4, 8, 16)
 
 
@@ -419,17 +420,9 @@ def test_a_rank_plans_every_candidate_with_the_scripts_model_and_batch(
         script(1)
     found = json.loads(out.read_text())
     assert found["num_params"] == 3 * 17 * 16 and not found["note"]
-    plans = {
-        one["candidate"]["choice"]["stage"]: one
-        for one in found["candidates"]
-        if one["candidate"]["micro"] == 4
-    }
-    assert len(found["candidates"]) == 24 and all(one["fits"] for one in found["candidates"])
-    larger = {
-        one["candidate"]["micro"]: one
-        for one in found["candidates"]
-        if one["candidate"]["choice"]["stage"] == 2
-    }
+    plans = {one["choices"]["stage"]: one for one in found["candidates"] if one["micro"] == 4}
+    assert len(found["candidates"]) == 24 and not any(one["refused"] for one in found["candidates"])
+    larger = {one["micro"]: one for one in found["candidates"] if one["choices"]["stage"] == 2}
     assert plans.keys() == {0, 1, 2, 3} and larger[8]["flops"] == 2 * larger[4]["flops"] > 0
     out.unlink()
     asked("describe without a batch")
@@ -442,11 +435,10 @@ def test_where_nothing_fits_offload_is_planned_too(asked: Any) -> None:
     out = asked("describe", memory=1.0)
     with pytest.raises(Ended):
         train(1)
-    found = {
-        one["candidate"]["choice"]["optimizer"]: one
-        for one in json.loads(out.read_text())["candidates"]
-    }
-    assert found.keys() == {"device", "host"} and not any(one["fits"] for one in found.values())
+    found = {one["choices"]["optimizer"]: one for one in json.loads(out.read_text())["candidates"]}
+    assert found.keys() == {"device", "host"} and all(
+        one["refused"].startswith("does not fit: ") for one in found.values()
+    )
 
 
 def test_a_job_on_cpus_is_planned_as_one(asked: Any) -> None:
@@ -454,12 +446,11 @@ def test_a_job_on_cpus_is_planned_as_one(asked: Any) -> None:
     with pytest.raises(Ended):
         train(0)
     found = {
-        one["candidate"]["choice"]["stage"]: one["nbytes"]
-        for one in json.loads(out.read_text())["candidates"]
+        one["choices"]["stage"]: one["nbytes"] for one in json.loads(out.read_text())["candidates"]
     }
     planned = fzero.estimation.compare_plans(Model(), KEYS, device="cpu")["stage 3, all on host"]
     # host memory is the device's
-    assert found[3] == {"device": planned.nbytes("device"), "host": 0, "nvme": 0}
+    assert found[3] == planned.nbytes("device") > 0 == planned.nbytes("host")
 
 
 # --- all of it ------------------------------------------------------------------------------------
@@ -526,8 +517,8 @@ def test_a_search_survives_what_runs_out_of_memory_ends_with_the_best_and_repeat
         for one in reported["candidates"]
         if one["trial"] is not None and one["reason"]
     }
-    assert reported["best"] == "stage 1 micro-batch 4" and failed == {
-        "stage 1 micro-batch 4 + checkpointing": "out of memory of 1 GB"
+    assert reported["best"] == "stage 1, micro-batch 4" and failed == {
+        "stage 1, activation checkpointing, micro-batch 4": "out of memory of 1 GB"
     }
     best = json.loads(Path("autotuning_results/best.json").read_text())
     assert best == {name: value for name, value in keys.items() if name != "autotuning"}
@@ -679,7 +670,7 @@ def test_a_run_with_autotuning_tunes_and_then_starts_with_the_best(
     path.write_text("{}")
     one = candidates(KEYS, Autotuning(), 2)[0]
     tuned = Tuned(
-        (TrialResult(one, result=Result("a", "", 0.5), trial=0),),
+        (replace(one, result=Result("a", "", 0.5), number=0),),
         "throughput",
         2,
         1e9,
@@ -703,13 +694,12 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_table_and_the_picture_report_measured_failed_and_pruned() -> None:
     found = candidates(KEYS, Autotuning(), 2)[:4]
+    planned: dict[str, Any] = {"nbytes": 10**9, "predicted": 0.1}
     rows = (
-        TrialResult(found[0], 10**9, 0.1, result=Result("a", "", 0.2, 8, 10**9), trial=0),
-        TrialResult(
-            found[1], 10**9, 0.1, result=Result("b", "", error="out of memory [x]"), trial=1
-        ),
-        TrialResult(found[2], 10**9, 0.1),
-        TrialResult(found[3], 10**9, refused="does not fit"),
+        replace(found[0], **planned, result=Result("a", "", 0.2, 8, 10**9), number=0),
+        replace(found[1], **planned, result=Result("b", "", error="out of memory [x]"), number=1),
+        replace(found[2], **planned),
+        replace(found[3], nbytes=10**9, refused="does not fit"),
     )
     tuned = Tuned(rows, "throughput", 2, 2e9)
     text = str(tuned)

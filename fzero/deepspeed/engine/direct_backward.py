@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from fzero.model.errors import OVER
 from fzero.runtime.autograd_nodes import Visits, running_visits
 from fzero.runtime.eager import ForwardBackward
 
@@ -40,7 +41,7 @@ class Enters(Protocol):
     """
 
     def __call__(
-        self, visits: Visits, loss: Tensor | None, *, keeps: bool
+        self, visits: Visits, loss: Tensor | None, *, retain_graph: bool
     ) -> AbstractContextManager[object]: ...
 
 
@@ -73,6 +74,8 @@ class DirectBackward:
         def begin_early(grads: Any) -> None:
             if work.status == "idle":
                 self._begin(work)
+            elif work.status == "over":
+                raise RuntimeError(OVER)
 
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None:
@@ -103,9 +106,9 @@ class DirectBackward:
                 "loss.backward: in fp16 the loss must be multiplied by the loss scale, and was "
                 "not; call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         with ExitStack() as stack:
-            stack.enter_context(self._enters(visits, loss, keeps=keeps))
+            stack.enter_context(self._enters(visits, loss, retain_graph=retain_graph))
             self._open = stack.pop_all()
         Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 

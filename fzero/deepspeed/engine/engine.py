@@ -231,14 +231,14 @@ class Engine(nn.Module):
         parts = self.accumulation.steps if scale_wrt_gas else 1
         self._check_loss("backward", loss)
         window = self._window_for("backward", loss)
-        step, passing = self.active_step(), self._others_passing(loss, keeps=retain_graph)
+        step, passing = self.active_step(), self._others_passing(loss, retain_graph=retain_graph)
         with torch.enable_grad():  # the caller may run the backward inside no_grad
             scalar = loss.reshape(())
             scaled = scaled_loss(step.runtime, window, scalar)
             visits = visits_of(scaled, window.forward_backward)
             with (
                 self._collects(
-                    visits, scalar, keeps=retain_graph, num_parts=parts, passing=passing
+                    visits, scalar, retain_graph=retain_graph, num_parts=parts, passing=passing
                 ),
                 self.outside_grads.expected(window.forward_backward, scaled),
             ):
@@ -287,7 +287,7 @@ class Engine(nn.Module):
         visits: Visits,
         loss: Tensor | None,
         *,
-        keeps: bool,
+        retain_graph: bool,
         num_parts: int | None = None,
         passing: AbstractContextManager[None] | None = None,
     ) -> Iterator[None]:
@@ -297,7 +297,7 @@ class Engine(nn.Module):
         Args:
             visits: those of the backward.
             loss: without the loss scale; None where it is not known.
-            keeps: whether the graph is kept.
+            retain_graph: whether the graph is kept.
             num_parts: the number of micro-steps over which the loss is a mean; None is
                 that of an accumulation.
             passing: lets it pass through other engines.
@@ -318,7 +318,7 @@ class Engine(nn.Module):
             shown,
             num_parts=num_parts or self.accumulation.steps,
             is_last=self.grads_are_reduced,
-            keeps=keeps,
+            retain_graph=retain_graph,
         )
         with (
             _available(step),
@@ -570,10 +570,10 @@ class Engine(nn.Module):
 
     @contextmanager
     def _collects_directly(
-        self, visits: Visits, loss: Tensor | None, *, keeps: bool
+        self, visits: Visits, loss: Tensor | None, *, retain_graph: bool
     ) -> Iterator[None]:
         """`_collects` for a backward that the script has started."""
-        with self._collects(visits, loss, keeps=keeps):
+        with self._collects(visits, loss, retain_graph=retain_graph):
             assert self.open_window is not None
             self.outside_grads.expect(self.open_window.forward_backward)
             yield
@@ -594,7 +594,7 @@ class Engine(nn.Module):
         return outputs
 
     @contextmanager
-    def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:
+    def _others_passing(self, loss: Tensor, *, retain_graph: bool) -> Iterator[None]:
         """Inside, a backward may run through forwards of other engines, whose gradients
         do not change.
         """
@@ -609,7 +609,9 @@ class Engine(nn.Module):
                     continue
                 stack.enter_context(engine._guarded())
                 stack.enter_context(
-                    engine.train_step.backward_through(engine.open_window, loss, keeps=keeps)
+                    engine.train_step.backward_through(
+                        engine.open_window, loss, retain_graph=retain_graph
+                    )
                 )
             yield
 

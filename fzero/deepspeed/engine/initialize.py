@@ -33,7 +33,7 @@ from fzero.deepspeed.engine.division_rules import check_mpu, own_device
 from fzero.deepspeed.engine.engine import Engine
 from fzero.deepspeed.engine.optimizer import ConfiguredScheduler, make_optimizer
 from fzero.deepspeed.engine.pipeline_engine import PipelineEngine, prepare
-from fzero.model.origin import listed
+from fzero.model.model_check import listed
 from fzero.model.transforms import Choice
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.pipeline import Pipeline

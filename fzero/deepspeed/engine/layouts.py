@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fzero.comms.hangs.failures import store_barrier
-from fzero.model.origin import Flags, listed
+from fzero.model.model_check import Flags, listed
 from fzero.plans.plan import starts_of
 from fzero.resharding.reshard import reshard
 from fzero.runtime.step_spec import StepSpec
@@ -140,7 +140,7 @@ class Layouts:
         engine = self._engine
         with engine.live.shaped():
             step = TrainStep(spec, engine.train_step.runtime.ranks)
-        step.runtime.learned.origin.close()
+        step.runtime.learned.model_check.close()
         return step
 
     def step_to_load(self, starts: Mapping[str, int]) -> TrainStep:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fzero.common.arguments import check_kind
 from fzero.data.token_dropping import dropping_of
+from fzero.deepspeed.engine.call_errors import CallError
 from fzero.deepspeed.engine.layouts import Layouts
 from fzero.deepspeed.engine.live_buffers import LiveBuffers
 from fzero.deepspeed.engine.live_grads import LiveGrads
@@ -56,9 +57,9 @@ class HeldModule:
 
     def __init__(self, engine: Engine, held: frozenset[str]) -> None:
         self.engine, module, step = engine, engine.module, engine.train_step
-        self.is_inside = self.is_gathered = self._is_away = False
+        self.is_inside = self.is_gathered = self._is_offloaded = False
         # from here on the module's parameters are views of the state
-        step.runtime.learned.origin.close()
+        step.runtime.learned.model_check.close()
         self.live = LiveParams(module, step.plan, step.data_rank)
         self.grads = LiveGrads(self.live)
         self.outside_grads = OutsideGrads(self.live, engine.takes_outside)
@@ -334,12 +335,12 @@ class HeldModule:
                 f"engine.offload_states: device must be 'cpu', got {device!r}; leave it out"
             )
         self._move(torch.device("cpu"))
-        self._is_away = True
+        self._is_offloaded = True
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Moves the state back to the device after `offload_states`."""
         self._move(self.engine.train_step.device)
-        self._is_away = False
+        self._is_offloaded = False
 
     def destroy(self) -> None:
         """Releases the state, and restores the module with the weights that this rank
@@ -352,7 +353,7 @@ class HeldModule:
         self.live.close()
         self.outside_grads.close()
         self.engine.__dict__.pop("state", None)
-        self._is_away, self.engine.engine_log.writers = True, []
+        self.engine.engine_log.writers = []
 
     # --- the memory of the state ------------------------------------------------------------------
 
@@ -371,18 +372,27 @@ class HeldModule:
         """The step, once the module buffers that the script has assigned are in the
         state.
         """
-        if self._is_away:
-            raise RuntimeError(
-                "engine: its state is offloaded or destroyed (offload_states, destroy); call "
-                "reload_states first"
+        self._check_lives()
+        if self._is_offloaded:
+            raise CallError(
+                "engine: must have its state on the device, and it is in host memory since "
+                "offload_states; call reload_states first"
             )
         self.live_buffers.take()
         return self.engine.train_step
+
+    def _check_lives(self) -> None:
+        if "state" not in self.engine.__dict__:
+            raise CallError(
+                "engine: must not be used after destroy, which has released its state, and was; "
+                "make another with initialize (and load a checkpoint into it)"
+            )
 
     def _move(self, device: torch.device) -> None:
         """Moves the flat buffers of the state to a device, unless the model is on the
         CPU.
         """
+        self._check_lives()
         if self.engine.device.type != "cpu":
             state = self.engine.state
             parts = {

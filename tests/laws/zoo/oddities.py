@@ -319,7 +319,7 @@ class NumpyOfAWeight(Odd):
 
 # --- weights that the forward changes -------------------------------------------------------------
 
-CHANGED = "must not be changed in place by the forward"
+CHANGED = r"parameter '(outlet|body\.0)\.weight': must not be changed in place by the forward"
 
 
 @odd(refused=CHANGED)
@@ -365,7 +365,7 @@ def max_norm() -> nn.Module:
     return Fit(nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0), Block(), Block())
 
 
-@odd(refused=CHANGED)
+@odd(refused="must not be changed in place by the forward")
 class Teacher(Odd):
     """An average of a layer's weights, in frozen parameters."""
 
@@ -388,6 +388,15 @@ class LateParameter(Odd):
         return x * self.scale
 
 
+@odd(refused="parameter 'inlet.weight': must be there when the step is made")
+class NewParameter(Odd):
+    """Puts a parameter in another's place in the forward."""
+
+    def odd(self, x: Tensor) -> Tensor:
+        self.inlet.weight = nn.Parameter(self.inlet.weight.detach() * 0.5)
+        return x + self.inlet(x)
+
+
 @odd(refused="parameter 'outlet.weight': must be there when the step is made")
 class NewHead(Odd):
     """Puts a module in another's place in the forward."""
@@ -397,7 +406,7 @@ class NewHead(Odd):
         return x
 
 
-@odd(refused="must keep requires_grad in the forward")
+@odd(refused="parameters of the model: must keep requires_grad in the forward")
 class TogglesFlags(Odd):
     """Freezes a part while it runs, as a GAN does with its discriminator."""
 
@@ -430,7 +439,9 @@ class AsksForType(Odd):
         return 2 * x if type(self.inlet.weight) is nn.Parameter else x
 
 
-@odd(refused="'outlet.weight': must keep its place in the module")
+@odd(
+    refused="'outlet.weight': must keep its place in the module, and the forward put 'inlet.weight'"
+)
 class TiesInTheForward(Odd):
     def odd(self, x: Tensor) -> Tensor:
         self.outlet.weight = self.inlet.weight
@@ -454,7 +465,9 @@ class TeacherOfAnotherUnit(Odd):
         return x + self.teacher(x)
 
 
-@odd(refused="buffer 'mean': must not share memory with a parameter")
+@odd(
+    refused="buffer 'mean': must not share memory with a parameter, and the forward assigned a view"
+)
 class BufferOfAParameter(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -477,7 +490,9 @@ class BuffersOfOneMemory(Odd):
         return x + self.row
 
 
-@odd(refused="buffer 'seen': must keep its shape and dtype")
+@odd(
+    refused=r"buffer 'seen': must keep its shape and dtype, .* to torch.float32 of shape \(2, 16\)"
+)
 class ResizedBuffer(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -1254,7 +1269,7 @@ class Buffers(Odd):
         return x * self.factor * self.mask + self.edge.exp().sum() + self.count
 
 
-@odd(refused="'seen'")
+@odd(refused="buffer 'seen': must keep its shape and dtype, .* to torch.float32 of shape")
 class GrowingBuffer(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -1275,7 +1290,7 @@ class SparseBuffer(Odd):
         return torch.sparse.mm(self.graph, x.t()).t()
 
 
-@odd(refused="'scale'")
+@odd(refused="buffer 'scale': must keep its shape and dtype, .* to torch.float64 of shape")
 class BufferOfAnotherDtype(Odd):
     """A buffer whose dtype the forward changes."""
 
@@ -1288,7 +1303,7 @@ class BufferOfAnotherDtype(Odd):
         return x * self.scale.float()
 
 
-@odd(refused="buffer 'first': must keep its shape and dtype, or stay None")
+@odd(refused="buffer 'first': must keep its shape and dtype, or stay None, .* to None")
 class BufferThatGoes(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -1300,7 +1315,7 @@ class BufferThatGoes(Odd):
         return x
 
 
-@odd(refused="buffer 'scale': must keep its shape and dtype, or stay None")
+@odd(refused=r"buffer 'scale': must keep its shape and dtype, or stay None, .* of shape \(16,\)")
 class BufferFromTheFirstBatch(Odd):
     """Takes its scale from the first batch, as an ActNorm does."""
 

@@ -493,7 +493,7 @@ class FrozenWrapperSubclass(Odd):
         return x * self.w.b
 
 
-@odd(refused="'blocks.1.norm.weight': must keep its place")
+@odd(refused="'blocks.1.norm.weight': must keep its place in the module, and .* removed it")
 class DropsABlock(Odd):
     def odd(self, x: Tensor) -> Tensor:
         if len(self.blocks) > 1:

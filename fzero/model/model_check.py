@@ -1,9 +1,9 @@
-"""`Origin`: the modules and tensors of a model as its step knows them. It finds what a
+"""`ModelCheck`: the modules and tensors of a model as its step knows them. It finds what a
 script changes between two calls.
 
 A step reads the model when it is made: names, shapes, ties. A state copies the values.
 So a module that is replaced later, or a value that is written into the model, does not
-reach the state. `Origin.check` runs at each use of a state:
+reach the state. `ModelCheck.check` runs at each use of a state:
 
 - modules, parameters and buffers are compared by identity, and parameters and buffers
   by their version and address, too. This is a loop in C over the dicts of the modules,
@@ -118,7 +118,7 @@ def _marks_of(values: Iterable[Any], is_counted: Iterable[bool]) -> list[tuple[i
         return [(x._version, x.data_ptr()) for x in compress(values, is_counted)]
 
 
-class Origin:
+class ModelCheck:
     """A model's modules and tensors when a step is made, and the values when a state is
     made from them.
     """
@@ -131,7 +131,7 @@ class Origin:
         self._kinds, self._ties = {name: shape_and_dtype(x) for name, x in now.items()}, _ties(now)
         self._remember(now)
 
-    def look(self, *, given: bool) -> None:
+    def record(self, *, given: bool) -> None:
         """Records the values of the tensors when a state is made from them; with
         `given`, the state has other values.
         """
@@ -153,7 +153,7 @@ class Origin:
         """Ends the check: the model's tensors are views of a state."""
         self._is_open, self._bits = False, {}
 
-    def leave(self, differing: Differing, joined: Joined = sorted) -> None:
+    def check_at_step(self, differing: Differing, joined: Joined = sorted) -> None:
         """`check` at a step. At a state's first one it reads the values."""
         if not self._has_begun:
             self._marks = None
