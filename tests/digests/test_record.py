@@ -559,13 +559,15 @@ def test_simulated_ranks_are_recorded_as_real_ones(ranks: RankPool, tmp_path: Pa
         record(fzero.simulate(made(3), 2, by="vmap"), tmp_path / "at once")
 
 
-def _pipeline(folder: str, stages: int) -> None:
+def _pipeline(folder: str, stages: int, order: str) -> None:
     torch.manual_seed(0)
     layers = PipelineModule(
         nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), stages, loss_fn=F.mse_loss
     )
     cfg = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-    step = fzero.make_train_step(layers, cfg, mesh=Mesh.of(pipe=stages, data=2 // stages))
+    step = fzero.make_train_step(
+        layers, cfg, mesh=Mesh.of(pipe=stages, data=2 // stages), pipeline=order
+    )
     recorded, state = record(step, folder), step.init()
     for number in range(2):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
@@ -573,9 +575,9 @@ def _pipeline(folder: str, stages: int) -> None:
 
 
 def test_a_pipeline_is_recorded_as_a_whole(ranks: RankPool, tmp_path: Path) -> None:
-    for name in "ab":
-        ranks(2, _pipeline, str(tmp_path / name), 2)
-    found = diff(tmp_path / "a", tmp_path / "b")
+    for name in ("1f1b", "interleaved:2"):  # they hold other layers
+        ranks(2, _pipeline, str(tmp_path / name), 2, name)
+    found = diff(tmp_path / "1f1b", tmp_path / "interleaved:2")
     assert found.first is None
     assert len({part.tensor for part in found.parts if part.quantity == "gradient"}) == 8
     names = [f"{layer}.{name}" for layer in range(4) for name in ("weight", "bias")]
