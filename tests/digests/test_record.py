@@ -175,7 +175,7 @@ def made(stage: int, cfg: Mapping[str, Any] = {}, **keys: Any) -> fzero.TrainSte
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     full = {"optimizer": ADAM, "zero_optimization": zero, "gradient_clipping": 0.5} | cfg
     model = keys.pop("model", None) or model_of_seed()
-    return fzero.make_train_step(model, full, loss_fn=loss_of, **{"units": UNITS} | keys)
+    return fzero.make_train_step(model, full, **{"units": UNITS, "loss_fn": loss_of} | keys)
 
 
 def trained(
@@ -247,6 +247,7 @@ def test_two_equal_runs_have_no_difference(tmp_path: Path) -> None:
     assert {part.quantity for part in found.parts} >= {
         "given weight", "loss", "gradient", "grad_norm", "exp_avg", "exp_avg_sq", "count", "weight",
     }  # fmt: skip
+    assert {*found.a.steps[0].given} == {"weight"}
     tensors = {part.tensor for part in found.parts if part.quantity == "weight"}
     assert tensors == {name for name, p in model_of_seed().named_parameters() if p.numel()}
 
@@ -346,15 +347,37 @@ def test_the_tensors_of_each_optimizer_are_recorded_whole(kind: str, tmp_path: P
     assert OPTIMIZERS[kind] <= of and not found.notes
 
 
-def test_runs_of_other_precisions_are_compared_by_value(tmp_path: Path) -> None:
-    bf16 = {"bf16": {"enabled": True, "auto_cast": True}}
-    for name, cfg in (("fp32", {}), ("bf16", {"cfg": bf16})):
-        simulated(tmp_path / name, 3, 2, **cfg)  # type: ignore[arg-type]
-    found = diff(tmp_path / "fp32", tmp_path / "bf16")
-    assert found.tolerance == 5e-2 and "bfloat16" in found.settings["precision"][1]
-    at_first = [part for part in found.parts if part.quantity == "given weight"][:8]
-    assert all(part.is_same for part in at_first)  # the masters
-    assert found.first is not None and 1e-5 < found.first.relative < 5e-2
+SIXTEEN: dict[str, tuple[dict[str, Any], float]] = {
+    "bfloat16": ({"bf16": {"enabled": True, "auto_cast": True}}, 5e-2),
+    "float16": ({"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 8}}, 1e-2),
+}
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_runs_of_other_precisions_are_compared_by_value(dtype: str, tmp_path: Path) -> None:
+    cfg, tolerance = SIXTEEN[dtype]
+    simulated(tmp_path / "fp32", 3, 2)
+    simulated(tmp_path / "16", 3, 2, cfg=cfg)
+    found = diff(tmp_path / "fp32", tmp_path / "16")
+    assert found.tolerance == tolerance and dtype in found.settings["precision"][1]
+    first = [part for part in found.parts if part.step == 0]
+    # the masters; a frozen parameter may have none
+    given = [x for x in first if x.quantity == "given weight" and x.tensor != "h.1.bias"]
+    assert given and all(x.is_same for x in given), [x.tensor for x in given if not x.is_same]
+    grads = [x for x in first if x.quantity == "gradient"]  # without the loss scale
+    assert grads and all(x.is_same or 1e-5 < x.relative < 10 * tolerance for x in grads)
+    assert all(x.is_same for x in found.parts if x.quantity == "loss_scale")
+
+
+def test_a_loss_that_is_a_sum_gives_the_gradients_of_the_mean(tmp_path: Path) -> None:
+    def weighted(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        return (model(x) - y).square().sum(), torch.tensor(float(y.numel()))
+
+    for name, keys in (("mean", {}), ("sum", {"loss_fn": weighted})):
+        simulated(tmp_path / name, 2, 3, **keys)
+    found = diff(tmp_path / "mean", tmp_path / "sum")
+    assert found.beyond is None, str(found)
 
 
 def test_module_buffers_are_recorded(ranks: RankPool, tmp_path: Path) -> None:
