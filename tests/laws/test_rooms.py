@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, str] = {
     "tuning": f"fzero {STEP} estimation profiling launch cli",
     "launch": "common comms config",
     "cli": f"fzero {STEP} estimation profiling digests testing",
-    "testing": f"fzero {STEP} resharding checkpoint",
+    "testing": f"fzero {STEP} resharding checkpoint deepspeed",
     "fzero": "*",
     "__main__": "*",
 }
