@@ -551,6 +551,8 @@ def test_a_port_that_forgets_something_parts_from_its_origin_there(
     trained(tmp_path / "fzero")
     found = diff(tmp_path / "plain", tmp_path / "fzero").beyond
     assert found is not None and (found.step, found.quantity) == (0, quantity)
+    if quantity == "gradient":  # a backward begins with the last unit
+        assert found.tensor == "last.bias"
 
 
 def test_a_recorded_plain_loop_has_the_bits_of_the_loop(tmp_path: Path) -> None:
