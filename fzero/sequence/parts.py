@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import optree
 import torch
@@ -192,6 +192,28 @@ class Division:
             )
 
 
+class HasPlan(Protocol):
+    """A train step."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def plan(self) -> Any: ...
+
+
+def batch_of(step: HasPlan) -> tuple[int, int]:
+    """The index of this rank's batch, and the number of different batches of a step: the
+    ranks of one group of "seq" get the same.
+
+        rank, size = fzero.sequence.batch_of(step)
+        loader = DataLoader(data, sampler=DistributedSampler(data, size, rank))
+    """
+    size = step.plan.seq_size
+    return step.rank // size, step.world_size // size
+
+
 def check_counted(weight: Any, batch: Any) -> None:
     """Raises ValueError where a loss function has shifted labels that were shifted before
     the batch was divided: it has not counted the first label of each part.
@@ -241,7 +263,7 @@ def _check_same(batch: Any, axis: ProcessAxis) -> None:
         raise ValueError(
             f"ulysses: the {axis.size} ranks of the axis {axis.name!r} must have the same batch, "
             f"whose tokens they share, got others on its rank {other} than on its rank 0; load "
-            f"batches by step.batch_rank of step.num_batches"
+            f"batches by fzero.sequence.batch_of(step)"
         )
 
 

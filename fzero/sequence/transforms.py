@@ -235,7 +235,7 @@ def ulysses(
         )
 
     ZeRO shards the state over all ranks of `data` and `seq` together. The ranks of one
-    `seq` group get the same batch (that of `step.batch_rank`), and each computes with its
+    `seq` group get the same batch (`fzero.sequence.batch_of`), and each computes with its
     part of the tokens. Attention swaps tokens for heads by an all-to-all, and back.
 
     A model of transformers gets position ids, and labels shifted before the cut. A
