@@ -96,6 +96,7 @@ def _trained(stage: int) -> Curve:
         config = {
             "train_micro_batch_size_per_gpu": divided.SAMPLES,
             "train_batch_size": divided.SAMPLES,
+            "gradient_clipping": 0.0,
             "optimizer": {"type": "SGD", "params": {"lr": divided.RATE}},
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         }
