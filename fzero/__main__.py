@@ -34,6 +34,8 @@ ZeRO as pure functions on PyTorch
   profile   where a model's time and work go           fzero profile --model 100M --sequence 256
   tune      the fastest configuration of a script      fzero tune --num_procs 2 train.py --config c.json
   test      whether fzero works here, in a minute      fzero test
+  diff      where two recorded runs part               fzero diff runs/a runs/b
+  laws      laws of training, also of other systems    fzero laws --system fsdp2
   env       this machine: versions, devices, rates     fzero env --path /fast
   config    what a configuration comes to              fzero config ds_config.json
   export    the weights of a checkpoint, as files      fzero export checkpoints weights
@@ -303,12 +305,28 @@ def try_here(arguments: list[str]) -> int:
     return test(arguments)
 
 
+def show_difference(arguments: list[str]) -> int:
+    """Compares two recorded runs; 1 if they differ by more than rounding."""
+    from fzero.cli.difference import difference
+
+    return difference(arguments)
+
+
+def try_laws(arguments: list[str]) -> int:
+    """Tries the laws of training on a system; 1 when one is broken."""
+    from fzero.cli.laws import laws
+
+    return laws(arguments)
+
+
 COMMANDS = {
     "run": run,
     "tune": tune,
     "plan": plan_model,
     "profile": profile_model,
     "test": try_here,
+    "diff": show_difference,
+    "laws": try_laws,
     "env": show_machine,
     "config": show_config,
     "export": export_weights,

@@ -256,14 +256,19 @@ class LockstepRanks:
         """
         if self._at_once is not None:
             return self._at_once(self, state, batch)
-        return self._in_turn(state, batch)
+        return self.in_turn(state, batch)
 
-    def _in_turn(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
-        """One step, rank after rank."""
+    def in_turn(
+        self, state: Any, batch: Any, *, steps: Sequence[Callable[..., Any]] | None = None
+    ) -> tuple[Any, Metrics]:
+        """One step, rank after rank; `steps` replace those of the ranks (by recorded
+        ones, say).
+        """
+        steps = self.steps if steps is None else steps
         self._model_check.check_at_step(partial(self._differing, state))
         states, batches = self.states_of(state), self.batches_of(batch)
         try:
-            results = self.on_each(lambda rank: self.steps[rank](states[rank], batches[rank]))
+            results = self.on_each(lambda rank: steps[rank](states[rank], batches[rank]))
             return self.joined([new for new, _ in results], state), results[0][1]
         finally:
             self._trees.take(state, states)
@@ -441,7 +446,7 @@ class VmapRanks(LockstepRanks):
     def _all(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
         """One step of all ranks at once."""
         if self.is_in_lockstep:
-            return self._in_turn(state, batch)
+            return self.in_turn(state, batch)
         batches = zip(self.steps, self.batches_of(batch), strict=True)
         split = [list(step.runtime.batches.split(own)) for step, own in batches]
         self.check_state(state)
@@ -474,7 +479,7 @@ class VmapRanks(LockstepRanks):
                 ) from error
         # A list, because vmap has already taken the iterator's micro-batches. If lockstep fails,
         # too, vmap was not the cause, so its error is raised unchanged.
-        result = self._in_turn(state, iter(micro_batches))
+        result = self.in_turn(state, iter(micro_batches))
         warnings.warn(f"{reason}; the ranks run in lockstep, which takes longer", stacklevel=2)
         self._runs_by = "lockstep"
         return result

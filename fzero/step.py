@@ -37,7 +37,7 @@ from fzero.plans.hook_choice import GivenHook
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
-from fzero.plans.plan import starts_of
+from fzero.plans.plan_spec import starts_of
 from fzero.plans.unit_orders import EventOrder
 from fzero.runtime import inspection, phases
 from fzero.runtime.batches import LossFn

@@ -10,7 +10,7 @@ earlier error. Each worker adds its own gradient to the common momentum and send
 Both add the error of this step to the values of the next one.
 
 This page defines the codec, in 20 lines. `fzero.comms.compressed` makes a comm hook of
-it, `fzero.comms.error_feedback` keeps the error, and `check_collective` checks the laws
+it, `fzero.comms.error_feedback` keeps the error, and `check_hook` checks the laws
 of comm hooks. Without feedback, in the third curve, training with the same bits is
 slower.
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fzero
-from fzero.testing import check_collective
+from fzero.testing import check_hook
 from sharding import FlatLayout
 from sharding.views import flatten, unflatten
 
@@ -159,7 +159,7 @@ def train(
 def main() -> None:
     options = parse(__doc__.partition("\n\n")[0], steps=200)
     signs = fzero.comms.compressed(one_bit(BLOCK))
-    check_collective(signs, max_error=1.0)  # the error of an element is at most the largest element
+    check_hook(signs, max_error=1.0)  # the error of an element is at most the largest element
     print("the codec keeps the laws of collectives")
     num_exact = max(1, options.steps // 4)
     runs: dict[str, Callable[[], tuple[list[float], list[float]]]] = {

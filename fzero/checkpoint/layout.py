@@ -353,14 +353,12 @@ def _quantities(plan: Plan) -> Iterator[tuple[str, FlatTensor]]:
 def _parts(
     tensor: FlatTensor, keys: Mapping[str, str], fine_shards: range
 ) -> Iterator[StoredSlice]:
-    """The fragments in adjacent fine shards of a flat tensor, all held by one rank."""
-    numel, layout = tensor.layout.partition.shard_numel, tensor.layout
-    for fragment in layout.within(fine_shards.start * numel, fine_shards.stop * numel):
-        if fragment.name in keys:
-            key, shape = keys[fragment.name], layout.shape(fragment.name)
-            offset = tensor.start(fine_shards.start) + fragment.offset
+    """The parts in adjacent fine shards of a flat tensor, all held by one rank."""
+    for part in tensor.fragments(fine_shards):
+        if part.name in keys:
+            key, shape = keys[part.name], tensor.layout.shape(part.name)
             yield StoredSlice(
-                key, shape, tensor.dtype, fragment.start, fragment.stop, tensor.name, offset
+                key, shape, tensor.dtype, part.start, part.stop, tensor.name, part.offset
             )
 
 

@@ -3,4 +3,4 @@
 May import: the public names and below. Begin with `fzero.cli.plan_profile`.
 """
 
-__all__ = ["plan_profile", "works_here"]
+__all__ = ["laws", "plan_profile", "works_here"]

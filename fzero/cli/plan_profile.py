@@ -291,7 +291,7 @@ def _plan_pipe(
         device=given.device,
     )
     if given.picture:
-        _save(given.picture, planned.draw())
+        save_picture(given.picture, planned.draw())
     return _under(found, batch_text, planned), _subject(found, batch_text) | planned.as_dict()
 
 
@@ -403,10 +403,11 @@ def _subject(found: NamedModel, batch: str) -> dict[str, Any]:
 
 
 def _draw(path: str, title: str, step: DryRun) -> None:
-    _save(path, step.draw(title))
+    save_picture(path, step.draw(title))
 
 
-def _save(path: str, picture: Figure) -> None:
+def save_picture(path: str, picture: Figure) -> None:
+    """Writes a picture to the path of `--picture`."""
     try:
         picture.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

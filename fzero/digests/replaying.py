@@ -7,10 +7,12 @@ or of a kernel that gives other bits at each run.
 
 from __future__ import annotations
 
+import copy
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
 from itertools import islice, zip_longest
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -22,7 +24,7 @@ from fzero.common.arguments import check_kind
 from fzero.comms import collectives
 from fzero.comms.records import Label
 from fzero.digests.digest import Digest
-from fzero.digests.watching import Watched, watched_step
+from fzero.digests.watching import Watched, WatchedStep, watched_step
 from fzero.state import Metrics, TrainState
 from fzero.step import TrainStep
 
@@ -103,6 +105,7 @@ def replay(step: TrainStep, state: State, batch: Any, *, every: int = 1) -> tupl
             the others run once.
 
     Raises:
+        FloatingPointError: both runs raise it, as `step(state, batch)` does.
         ReplayError: on every rank. After a difference over time a third run tells a
             fault that happened once from a kernel that is not deterministic.
         ValueError: the step is no `TrainStep`, or a tensor of the state is in a file.
@@ -139,8 +142,7 @@ class _Replay:
     def run(self) -> tuple[State, Metrics]:
         if not self.step.has_agreed:
             self._again()  # a first step learns the order of units, and may use them in another
-        first = self._again()[2]
-        new, metrics, second = self._again()
+        first, (result, second) = self._again().seen, self._again()
         index = _differs_at(first, second)
         mine = None if index is None else (index, *_place(index, first, second))
         shared = {" ".join(x.place): (x.shard, x.digest.number()) for x in _unique(second)}
@@ -151,13 +153,13 @@ class _Replay:
         if over_time:
             self._raise_over_time(over_time, hosts, index, first, second)
         self._check_ranks([shared for _, _, shared in everyone], hosts, second)
-        return new, metrics
+        if isinstance(result, FloatingPointError):  # in both runs
+            raise result
+        return result
 
-    def _again(self) -> tuple[State, Metrics, list[Watched]]:
-        batch, state = (
-            optree.tree_map(_copied, x, none_is_leaf=True) for x in (self.batch, self.state)
-        )
-        return watched_step(self.step, state, iter(batch) if self.draws else batch)
+    def _again(self) -> WatchedStep:
+        batch = _copies(self.batch)
+        return watched_step(self.step, _copies(self.state), iter(batch) if self.draws else batch)
 
     def _told(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order."""
@@ -173,7 +175,7 @@ class _Replay:
     ) -> None:
         """Raises for the earliest difference between the two runs."""
         earliest = min(at for _, (at, *_) in found)
-        third = self._again()[2]
+        third = self._again().seen
         runs = None
         if index is not None and index == earliest:
             agrees = [_same(third, other, index) for other in (first, second)]
@@ -269,7 +271,25 @@ class _Replay:
 
 
 def _copied(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x
+    """A copy of a tensor; of another mapping than a dict, or of a dataclass, one with
+    copies.
+    """
+    if isinstance(x, Tensor):
+        return x.clone()
+    if isinstance(x, MutableMapping):
+        twin: Any = copy.copy(x)
+        twin.update({key: _copies(value) for key, value in x.items()})
+        return twin
+    if is_dataclass(x) and not isinstance(x, type):
+        twin = copy.copy(x)
+        for field in fields(x):
+            object.__setattr__(twin, field.name, _copies(getattr(x, field.name)))
+        return twin
+    return x
+
+
+def _copies(tree: Any) -> Any:
+    return optree.tree_map(_copied, tree, none_is_leaf=True)
 
 
 def _differs_at(first: Sequence[Watched], second: Sequence[Watched]) -> int | None:

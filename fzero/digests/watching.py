@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -21,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fzero.digests.digest import Digest, digest
 from fzero.runtime import phases
-from fzero.state import TrainState
+from fzero.state import Metrics, TrainState
 from fzero.step import TrainStep, end
 from sharding import Replicated, Sharded, Spec
 
@@ -52,10 +53,16 @@ class Watched(NamedTuple):
         return self.phase, self.unit, self.tensor
 
 
-def watched_step(
-    step: TrainStep, state: TrainState[Tensor], batch: Any
-) -> tuple[TrainState[Tensor], Any, list[Watched]]:
-    """Runs a step; its new state, its metrics, and what was watched.
+class WatchedStep(NamedTuple):
+    """A step that ran: its new state and metrics, or its error; and what was watched."""
+
+    result: tuple[TrainState[Tensor], Metrics] | FloatingPointError
+    seen: list[Watched]
+
+
+def watched_step(step: TrainStep, state: TrainState[Tensor], batch: Any) -> WatchedStep:
+    """Runs a step. A loss or gradient that is not finite is a result, too: a fault may
+    have made it.
 
     *Collective:* every rank, as `step(state, batch)`.
     """
@@ -68,11 +75,14 @@ def watched_step(
         specs = step.specs.grads
         for key, grad in collected.state.grads.items():
             found.see("reduction", found.unit_of_buffer[key], f"grads {key}", grad, specs[key].spec)
-    new, metrics = end(run, collected)
+    try:
+        new, metrics = end(run, collected)
+    except FloatingPointError as error:
+        return WatchedStep(error, found.seen)
     found.see_state("update", new)
     for name, number in metrics._asdict().items():
         found.see("update", "", f"metrics {name}", number, Replicated())
-    return new, metrics, found.seen
+    return WatchedStep((new, metrics), found.seen)
 
 
 class _Watcher:
@@ -85,7 +95,7 @@ class _Watcher:
 
     def see(self, phase: Phase, unit: str, tensor: str, x: Any, spec: Spec | None = None) -> None:
         """Adds a tensor; with its spec, if ranks hold the same values."""
-        if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):
+        if not isinstance(x, Tensor) or _is_wrapped(x):
             return
         shard = None
         if isinstance(spec, Sharded):
@@ -143,7 +153,10 @@ class _Watcher:
     def _enters(self, unit: str, handles: list[Any]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             for index, x in enumerate(_tensors((args, kwargs))):
-                self._watch_gradient(x, unit, f"gradient of its input {index}", handles)
+                if x.requires_grad and torch.is_grad_enabled() and not _is_wrapped(x):
+                    name = f"gradient of its input {index}"
+                    # of the tensor: the node of a leaf may be gone before it is used
+                    handles.append(x.register_hook(partial(self._arrives, unit, name)))  # type: ignore[no-untyped-call]
 
         return hook
 
@@ -154,15 +167,23 @@ class _Watcher:
 
         return hook
 
+    def _arrives(self, unit: str, name: str, grad: Tensor | None) -> None:
+        self.see("backward", unit, name, grad)
+
     def _watch_gradient(self, x: Tensor, unit: str, name: str, handles: list[Any]) -> None:
         if x.requires_grad and torch.is_grad_enabled():
             # of the node, because a parameter may get no hook of its own in a forward
             edge = get_gradient_edge(x)
 
             def arrives(grads: Sequence[Tensor | None]) -> None:
-                self.see("backward", unit, name, grads[edge.output_nr])
+                self._arrives(unit, name, grads[edge.output_nr])
 
             handles.append(edge.node.register_prehook(arrives))
+
+
+def _is_wrapped(x: Tensor) -> bool:
+    """Whether it is inside of a transform of torch.func, and has no values to read."""
+    return bool(is_functorch_wrapped_tensor(x))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -43,7 +43,7 @@ from sharding.dtypes import itemsize
 from sharding.specs import Placement
 from sharding.views import dtype_name, torch_dtype
 
-__all__ = ["FlatParamPlan", "Plan", "UnitPlan", "starts_of"]
+__all__ = ["FlatParamPlan", "Plan", "UnitPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,11 +379,6 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return as_html(self)
-
-
-def starts_of(plan: Plan) -> dict[str, int]:
-    """The update in which the optimizer state of each trained parameter began, by name."""
-    return {name: b.start for b in plan.flat_buffers if b.trainable for name in b.layout.names}
 
 
 def _nbytes(specs: Any, mesh: Mesh) -> int:

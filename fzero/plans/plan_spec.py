@@ -227,6 +227,11 @@ class PlanSpec:
         )
 
 
+def starts_of(plan: Plan) -> dict[str, int]:
+    """The update in which the optimizer state of each trained parameter began, by name."""
+    return {name: b.start for b in plan.flat_buffers if b.trainable for name in b.layout.names}
+
+
 def _check_alike(mesh: Mesh | None) -> None:
     for name in () if mesh is None else mesh.names:
         if name in PARTS_OF_MODEL:

@@ -4,8 +4,8 @@ any layout; the view of `plan_reshard`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from fzero.plans.flat_params import ALIGNMENT
 from fzero.plans.leaves import StateLeaf
 from fzero.plans.plan import FlatParamPlan, Plan
 from sharding import FlatLayout, TensorSpec
+from sharding.layout import Fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,14 @@ class FlatTensor:
         """The ranks that hold a fine shard, each as the index of its own."""
         first = fine_shard - fine_shard % self.num_fine_shards
         return range(first, first + self.num_fine_shards)
+
+    def fragments(self, fine_shards: range) -> Iterator[Fragment]:
+        """The fragments in adjacent fine shards, all held by one rank; their offsets
+        count from the start of what it holds.
+        """
+        numel, start = self.layout.partition.shard_numel, self.start(fine_shards.start)
+        for part in self.layout.within(fine_shards.start * numel, fine_shards.stop * numel):
+            yield replace(part, offset=start + part.offset)
 
 
 class Sources(NamedTuple):
@@ -124,10 +133,7 @@ class BufferTensors:
     @cached_property
     def tensors(self) -> dict[str, FlatTensor]:
         """The flat tensors, by quantity. (Gradients do not persist.)"""
-        plan, layout = self.plan, self.buffer.layout
-        if (layout.world_size, layout.multiple_of) != (plan.world_size, ALIGNMENT):
-            layout = FlatLayout(layout.names, layout.shapes, plan.world_size, multiple_of=ALIGNMENT)
-        assert layout.partition.padded_numel == self.buffer.padded_numel
+        plan, layout = self.plan, self._fine_layout
         tensors = {}
         for leaf in self._leaves:
             if leaf.spec.shape != () and leaf.quantity != "grads":
@@ -138,6 +144,21 @@ class BufferTensors:
                     leaf.state_name, entries, leaf.spec.dtype, num_shards
                 )
         return tensors
+
+    @property
+    def own_grads(self) -> FlatTensor:
+        """The reduced gradients, of which each rank uses its finest shard."""
+        buffer = self.buffer
+        name = f"state.grads[{buffer.key!r}]"
+        return FlatTensor(name, self._fine_layout, buffer.grads.dtype, self.plan.num_shards)
+
+    @property
+    def _fine_layout(self) -> FlatLayout:
+        plan, layout = self.plan, self.buffer.layout
+        if (layout.world_size, layout.multiple_of) != (plan.world_size, ALIGNMENT):
+            layout = FlatLayout(layout.names, layout.shapes, plan.world_size, multiple_of=ALIGNMENT)
+        assert layout.partition.padded_numel == self.buffer.padded_numel
+        return layout
 
     @cached_property
     def numbers(self) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""Checks that an optimizer transform, an order of parameters or a collective keeps the
-laws that every ZeRO stage relies on.
+"""Checks that an optimizer, an order of parameters, a comm hook, a transformation of the
+model or an entire training system keeps the laws that training relies on.
 
 For your own tests: hypothesis tries random layouts, world sizes and numbers. A broken
 law is reported with the smallest example found and the fix.
@@ -16,6 +16,10 @@ order, and compares with a plain process. Needs the extra `fzero[testing]`.
         transform = staticmethod(lambda lr: my_optimizer(lr, beta=0.9))
 
     TestMyOptimizer = MyMachine.TestCase
+
+Strategies for tests of your own: `models`, `batches`, `meshes`, `configurations`, and
+`histories` of a job, which `play` does. `fzero.testing.conformance` tries whole systems,
+also others than fzero. docs/kit.md says what each check can show.
 """
 
 from __future__ import annotations
@@ -31,20 +35,30 @@ from fzero.optim.transforms import Transform
 from fzero.plans.orders import OrderFunction, in_two_numbers
 from fzero.plans.param_groups import OwnTransform
 from fzero.testing.collective_laws import COLLECTIVE_LAWS, Declared
+from fzero.testing.histories import histories, play
 from fzero.testing.laws import try_law
 from fzero.testing.matrix_laws import check_matrix_transform
+from fzero.testing.model_transform_laws import check_model_transform
 from fzero.testing.order_laws import ORDER_LAWS
 from fzero.testing.reference_trainer import Job
-from fzero.testing.training_machine import TrainingMachine
+from fzero.testing.training_machine import TrainingMachine, configurations
 from fzero.testing.transform_laws import CAPTURE_LAWS, RATE_LAWS, TRANSFORM_LAWS
+from sharding.testing import batches, meshes, models
 
 __all__ = [
     "Job",
     "TrainingMachine",
-    "check_collective",
+    "batches",
+    "check_hook",
     "check_matrix_transform",
+    "check_model_transform",
     "check_order",
     "check_transform",
+    "configurations",
+    "histories",
+    "meshes",
+    "models",
+    "play",
 ]
 
 
@@ -147,7 +161,7 @@ example: OrderExample(length=0, world_size=1). Name every index from 0 to length
         try_law(law, in_two_numbers(order), name, max_examples)
 
 
-def check_collective(
+def check_hook(
     hook: CommHook, *, max_error: float = 0.0, name: str = "collective", max_examples: int = 25
 ) -> None:
     """Raises unless a comm hook's gather and reduce-scatter can replace the exact ones.
@@ -168,13 +182,13 @@ def check_collective(
             found, and the fix.
 
     >>> from fzero.comms import completed, compressed, exact, quantize
-    >>> check_collective(exact(), max_examples=2)
-    >>> check_collective(compressed(quantize(8)), max_error=1 / 127, max_examples=2)
+    >>> check_hook(exact(), max_examples=2)
+    >>> check_hook(compressed(quantize(8)), max_error=1 / 127, max_examples=2)
     >>> def averaged(full_P, axis, state, *, after=None, **_):
     ...     if after is not None:
     ...         after.wait()
     ...     return completed(exact().reduce_scatter(full_P, axis, state)[0] / axis.size, state)
-    >>> check_collective(exact()._replace(start_reduce_scatter=averaged))  # doctest: +ELLIPSIS
+    >>> check_hook(exact()._replace(start_reduce_scatter=averaged))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     AssertionError: collective: reduce_scatter must give this rank's shard of the sum over ranks, ... Add up, do not average; ...

@@ -106,6 +106,19 @@ jobs = st.builds(
 )
 """Jobs on a few ranks."""
 
+
+def configurations() -> st.SearchStrategy[dict[str, Any]]:
+    """Configurations for `make_train_step`: stage, precision, micro-steps, clipping, loss
+    scale and optimizer.
+
+    >>> from hypothesis import find
+    >>> find(configurations(), lambda cfg: cfg["zero_optimization"]["stage"] == 3)["optimizer"]
+    {'type': 'AdamW', 'params': {'lr': 0.01, 'eps': 0.1, 'weight_decay': 0.1}}
+    """
+    optimizers = st.sampled_from([OPTIMIZERS[name].config for name in sorted(OPTIMIZERS)])
+    return st.builds(lambda job, optimizer: job.config | {"optimizer": optimizer}, jobs, optimizers)
+
+
 seeds = st.integers(0, 2**16)
 steps = st.lists(seeds, max_size=2)
 """Seeds of batches that a rule trains on at its end: hypothesis drops rules from a run,

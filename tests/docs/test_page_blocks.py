@@ -14,6 +14,7 @@ TUTORIAL = [DOCS / "tutorial" / f"{name}.md" for name in (
     "plain", "stage_3", "checkpoint", "plan", "traffic", "optimizer", "simulation")]  # fmt: skip
 FOLLOWED = [
     DOCS / "start.md",
+    DOCS / "kit.md",
     DOCS / "concepts" / "transforms.md",
     *sorted((DOCS / "recipes").glob("*.md")),
 ]

@@ -136,3 +136,14 @@ def test_three_optimizers_learn_the_text_and_each_step_has_its_seconds(run):
     )
     assert len(found) == 3 and len({(first, seconds) for first, _, _, seconds, _ in found}) == 1
     assert all(last < first for first, last, *_ in found)
+
+
+@pytest.mark.long
+def test_a_wrong_optimizer_breaks_a_law_and_parts_from_one_rank_in_its_first_update(run):
+    said = run("wrong_optimizer", "--steps", "3")
+    assert "the wrong optimizer breaks a law" in said and "Smallest example" in said
+    assert "the right one breaks none" in said
+    ((step,),) = numbers(r"first beyond rounding: step (\d+), weight of unit", said)
+    assert step == 0 and "The runs differ by rounding only" in said
+    losses = numbers(r"loss ([\d.]+) -> ([\d.]+)", said)
+    assert len(losses) == 4 and all(last < first for first, last in losses)

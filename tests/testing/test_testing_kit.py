@@ -20,7 +20,7 @@ import fzero
 from fzero import Transform
 from fzero.comms import collectives
 from fzero.comms.comm_hooks import CommHook, completed
-from fzero.testing import check_collective, check_order, check_transform
+from fzero.testing import check_hook, check_order, check_transform
 from fzero.testing.collective_laws import COLLECTIVE_LAWS
 from fzero.testing.order_laws import ORDER_LAWS
 from fzero.testing.transform_laws import CAPTURE_LAWS, RATE_LAWS, TRANSFORM_LAWS, Updates
@@ -751,7 +751,7 @@ BROKEN_COLLECTIVES: dict[str, tuple[CommHook, float, str, str]] = {
 def test_a_broken_collective_is_caught_for_the_right_reason(name: str) -> None:
     hook, max_error, sentence, found = BROKEN_COLLECTIVES[name]
     with pytest.raises(AssertionError, match=found) as raised:
-        check_collective(hook, max_error=max_error, name=name)
+        check_hook(hook, max_error=max_error, name=name)
     assert str(raised.value).startswith(f"{name}: {sentence}. Found that ")
 
 
@@ -771,7 +771,7 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_collectives_here_pass(name: str) -> None:
     hook, max_error = RIGHT[name]
-    check_collective(hook, max_error=max_error)
+    check_hook(hook, max_error=max_error)
 
 
 def test_every_law_of_collectives_is_broken_by_one() -> None:

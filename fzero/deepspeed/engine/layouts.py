@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fzero.comms.hangs.failures import store_barrier
 from fzero.model.model_check import Flags, listed
-from fzero.plans.plan import starts_of
+from fzero.plans.plan_spec import starts_of
 from fzero.resharding.reshard import reshard
 from fzero.runtime.step_spec import StepSpec
 from fzero.step import TrainStep

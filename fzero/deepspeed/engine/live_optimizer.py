@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fzero.deepspeed.engine.replica_edits import ReplicaEdits
 from fzero.plans.flat_params import FlatParamPlan
-from fzero.plans.plan import starts_of
+from fzero.plans.plan_spec import starts_of
 from fzero.resharding import parameters as whole
 from fzero.resharding.new_state import initialise
 

@@ -1,0 +1,109 @@
+"""The results of laws: as a table for a terminal, and as the page docs/reference/laws.md."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from fzero.testing.conformance.laws import Law
+from fzero.testing.conformance.ranks import Mark, Result
+from fzero.testing.conformance.reproducers import REPRODUCERS
+from fzero.testing.conformance.training import System
+
+SIGNS: dict[Mark, str] = {"right": "●", "wrong": "○", "refused": "–", "-": ""}
+
+INTRO = """# Laws of training, by system
+
+<!-- written by `fzero laws --write docs/reference/laws.md` -->
+
+A law is a sentence of a paper or of a documentation, and a program of some ten lines that tries it: a tiny model is
+trained on {ranks} processes (gloo), in each ZeRO stage of a system, and compared with a plain loop of one process,
+or with another run.
+● right in all stages · ○ wrong · – refused with an error, which is below · empty: the law does not apply.
+
+A system is used as its own documentation says, with the calls that it recommends where they are needed (the adapters are
+`fzero/testing/conformance/*_system*.py`). `fzero laws --system fsdp2 --law tied_weights` tries a law in your environment, and
+`--system my_module:SYSTEM` your own system ([the kit](../kit.md#conformance)). Each ○ has a program below that shows it without
+fzero; the long tests run it, so that it stays true.
+
+These laws are about results on CPUs in small models. They say nothing about speed, about GPUs, or about what no law asks.
+"""
+
+
+def shown(results: Sequence[Result], num_ranks: int) -> RenderableType:
+    """Law, result and reproducer of one or several systems, for a terminal."""
+    table = Table("law", "system", "", "what was found", box=None)
+    parts: list[RenderableType] = [table]
+    for result in results:
+        where = f"stage {result.stage}: " if result.mark in ("wrong", "refused") else ""
+        table.add_row(result.law, result.system, SIGNS[result.mark], where + result.note)
+        if result.mark == "wrong":
+            parts += ["", reproducer(result, num_ranks)]
+    sums = [
+        f"{SIGNS[mark] or 'does not apply'} {sum(r.mark == mark for r in results)}"
+        for mark in SIGNS
+    ]
+    return Group(*parts, "", " · ".join(sums))
+
+
+def reproducer(result: Result, num_ranks: int) -> str:
+    """How a broken law is seen again."""
+    command = f"fzero laws --system {result.system} --law {result.law} --ranks {num_ranks}"
+    known = REPRODUCERS.get((result.system, result.law))
+    if known is None:
+        return f"{result.law}: {command}"
+    return f"{result.law}: {command}, or torchrun --nproc-per-node {num_ranks} of:\n{known.program}"
+
+
+def page(
+    results: Sequence[Result], laws: Sequence[Law], systems: Sequence[System], num_ranks: int
+) -> str:
+    """The page, of all laws on these systems."""
+    marks = {(result.system, result.law): result for result in results}
+    lines = [INTRO.format(ranks=num_ranks), *_versions(systems), ""]
+    names = [system.name for system in systems]
+    lines += ["| law | " + " | ".join(names) + " | it says | source |"]
+    lines += ["| --- |" + " :-: |" * len(names) + " --- | --- |"]
+    for one in laws:
+        cells = [SIGNS[marks[name, one.name].mark] for name in names]
+        title = one.name.replace("_", " ")
+        lines.append(f"| {title} | {' | '.join(cells)} | {one.sentence} | {one.source} |")
+    lines += ["", *_sums(marks.values(), names)]
+    for system in systems:
+        own = [marks[system.name, one.name] for one in laws]
+        lines += _notes(system, own)
+    return "\n".join(lines) + "\n"
+
+
+def _versions(systems: Sequence[System]) -> Iterable[str]:
+    yield f"Tried with Python {platform.python_version()}:"
+    yield ""
+    for system in systems:
+        aside = f": {system.aside}" if system.aside else ""
+        yield f"- {system.name} {system.version()}{aside}"
+
+
+def _sums(results: Iterable[Result], names: Sequence[str]) -> Iterable[str]:
+    found = list(results)
+    yield "| | " + " | ".join(names) + " |"
+    yield "| --- |" + " --: |" * len(names)
+    for mark in ("right", "wrong", "refused"):
+        counts = [sum(r.mark == mark and r.system == name for r in found) for name in names]
+        yield f"| {SIGNS[mark]} | " + " | ".join(map(str, counts)) + " |"
+
+
+def _notes(system: System, results: Sequence[Result]) -> Iterable[str]:
+    """What was found where a system is not right."""
+    found = [result for result in results if result.mark in ("wrong", "refused")]
+    if found:
+        yield from ("", f"## {system.name} {system.version()}")
+    for result in found:
+        title = result.law.replace("_", " ")
+        text = " ".join(result.note.split()).replace("<", "&lt;")[:300]
+        yield from ("", f"{SIGNS[result.mark]} **{title}**, stage {result.stage}: {text}")
+        known = REPRODUCERS.get((system.name, result.law))
+        if result.mark == "wrong" and known is not None:
+            yield from ("", known.tried, "", "```python", known.program.strip(), "```")

@@ -1,0 +1,235 @@
+"""The laws of `fzero.testing.conformance`: fzero keeps all of them, and each of many
+faults breaks the law that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+from torch import Tensor, nn
+
+from fzero.testing.conformance import LAWS, SYSTEMS, Lab, Setup, System, Trainer, check_system
+from fzero.testing.conformance.own_systems import by_simulation
+from fzero.testing.conformance.ranks import try_here
+
+WORLD_SIZE = 2
+COLUMNS = [
+    ("fzero", 3),
+    ("fzero", 0),
+    ("fzero", 1),
+    ("fzero", 2),
+    ("fzero-engine", 3),
+    ("fzero-engine", 1),
+    ("fzero-captured", 3),
+    ("fzero-captured", 2),
+    ("fzero-simulated", 3),
+    ("fzero-simulated", 1),
+]
+ON_NEW_RANKS = [name for name, one in LAWS.items() if one.then or one.num_lost]
+
+
+def marks_here(
+    system: str, stage: int, laws: list[str], world_size: int, folder: Path
+) -> list[tuple[str, str, str]]:
+    """The laws that do not hold on this rank, each with its mark and what was found."""
+    found = []
+    rank = torch.distributed.get_rank()
+    for name in laws:
+        own = folder / name
+        own.mkdir(exist_ok=True)
+        lab = Lab(SYSTEMS[system], stage, rank, world_size, own)
+        mark, note = try_here(name, lab)
+        if mark != "right":
+            found.append((name, mark, note))
+            break  # the ranks may be out of step
+    return found
+
+
+OF_ONE_CALL = [name for name in LAWS if name not in ON_NEW_RANKS]
+PARTS = 6
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(("system", "stage"), COLUMNS, ids=lambda value: str(value))
+def test_fzero_keeps_the_laws_of_training(
+    ranks: RankPool, tmp_path: Path, system: str, stage: int, part: int
+) -> None:
+    laws = OF_ONE_CALL[part::PARTS]
+    is_one_process = SYSTEMS[system].in_one_process
+    if is_one_process:
+        laws = [name for name in laws if not LAWS[name].needs_processes]
+    num = 1 if is_one_process else WORLD_SIZE
+    found = ranks(num, marks_here, system, stage, laws, WORLD_SIZE, tmp_path)
+    assert [broken for of_rank in found for broken in of_rank] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("system", ["fzero", "fzero-engine"])
+def test_fzero_keeps_the_laws_that_need_new_ranks(system: str) -> None:
+    check_system(SYSTEMS[system], [LAWS[name] for name in ON_NEW_RANKS])
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+class Wrapper:
+    """A trainer that does as another; a fault below changes one call."""
+
+    def __init__(self, inner: Trainer, setup: Setup) -> None:
+        self.inner, self.setup = inner, setup
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class OneRankOnly(Wrapper):
+    def step(self, batches: Any, *, update: bool = True) -> float:
+        return self.inner.step([batches[0]] * len(batches), update=update)
+
+
+class LastMicroStepOnly(Wrapper):
+    def step(self, batches: Any, *, update: bool = True) -> float:
+        return self.inner.step([[own[-1]] * len(own) for own in batches], update=update)
+
+
+class NormAfterClipping(Wrapper):
+    def norm(self) -> Any:
+        found = self.inner.norm()
+        return found._replace(grad_norm=min(found.grad_norm, self.setup.clip or found.grad_norm))
+
+
+class UpdatesOnOverflow(Wrapper):
+    def step(self, batches: Any, *, update: bool = True) -> float:
+        for own in batches:
+            for batch in own:
+                batch[batch > 1e20] = 1.0
+        return self.inner.step(batches, update=update)
+
+
+class LoadsWeightsOnly(Wrapper):
+    """New moments, rates and random numbers after a load."""
+
+    def load(self, folder: Path) -> int:
+        made = self.inner.load(folder)
+        weights = self.inner.weights()
+        state = self.inner._step.init(dict(weights))  # type: ignore[attr-defined]
+        self.inner._state = state  # type: ignore[attr-defined]
+        return made
+
+
+class LoadsAnotherCount(Wrapper):
+    def load(self, folder: Path) -> int:
+        return self.inner.load(folder) + 1
+
+
+class TrainsWhileItSaves(Wrapper):
+    def save(self, folder: Path) -> None:
+        self.inner.save(folder)
+        self.inner.step([[torch.ones(4, 5)]] * 2)
+
+
+class EvaluationDrawsNumbers(Wrapper):
+    def step(self, batches: Any, *, update: bool = True) -> float:
+        return self.inner.step(batches)
+
+
+class RoundedWeights(Wrapper):
+    def step(self, batches: Any, *, update: bool = True) -> float:
+        loss = self.inner.step(batches, update=update)
+        weights = {name: x.bfloat16().float() for name, x in self.inner.weights().items()}
+        self.inner._state = self.inner._step.init(weights)  # type: ignore[attr-defined]
+        return loss
+
+
+HELD = []
+
+
+class HoldsItsStates(Wrapper):
+    def step(self, batches: Any, *, update: bool = True) -> float:
+        HELD.append(self.inner.weights())
+        return self.inner.step(batches, update=update)
+
+
+def changed(**changes: Any) -> Callable[[Setup], Setup]:
+    return lambda setup: replace(setup, **changes)
+
+
+def mean_of_means(setup: Setup) -> Setup:
+    loss = setup.loss
+
+    def mean(model: nn.Module, batch: Any) -> Tensor:
+        return loss(model, batch) / batch[1].sum().clamp(min=1)
+
+    return replace(setup, loss=mean, count=None)
+
+
+def next_rate(setup: Setup) -> Setup:
+    rates = setup.rates
+    return setup if rates is None else replace(setup, rates=lambda n: rates(n + 1))
+
+
+def all_trained(setup: Setup) -> Setup:
+    return replace(setup, model=lambda: setup.model().requires_grad_(True))
+
+
+def untied(setup: Setup) -> Setup:
+    def model() -> nn.Module:
+        made = setup.model()
+        made.head.weight = nn.Parameter(made.embed.weight.detach().clone())  # type: ignore[union-attr]
+        return made
+
+    return replace(setup, model=model)
+
+
+FAULTS: dict[str, tuple[str, Callable[[Setup], Setup] | type[Wrapper]]] = {
+    "ranks but the first are ignored": ("one_process", OneRankOnly),
+    "micro-steps but the last are ignored": ("accumulation", LastMicroStepOnly),
+    "a mean of means": ("unequal_tokens", mean_of_means),
+    "a mean of means over micro-steps": ("unequal_tokens_of_micro_steps", mean_of_means),
+    "no clipping": ("clipped_by_the_global_norm", changed(clip=0.0)),
+    "always clips": ("a_small_gradient_is_not_clipped", changed(clip=0.01)),
+    "the norm after clipping": ("reported_norm_of_a_clipped_gradient", NormAfterClipping),
+    "the rate of the next update": ("rate_of_update_n", next_rate),
+    "no rates": ("rates_of_groups", changed(rates=None)),
+    "groups are ignored": ("parameter_groups", changed(groups=())),
+    "frozen parameters are trained": ("frozen_parameters", all_trained),
+    "tied weights come apart": ("tied_weights", untied),
+    "no master copy": ("small_updates_add_up", RoundedWeights),
+    "no loss scale": ("loss_scaling_keeps_small_gradients", changed(scale_power=0)),
+    "an overflow is an update": ("overflow_leaves_every_bit", UpdatesOnOverflow),
+    "the loss scale never grows": ("history_of_the_loss_scale", changed(scale_window=1000)),
+    "moments are lost": ("resumed_is_unbroken", LoadsWeightsOnly),
+    "momentum is lost": ("resumed_momentum", LoadsWeightsOnly),
+    "the random state is lost": ("resumed_random_state", LoadsWeightsOnly),
+    "another position": ("loaded_weights_are_the_saved_ones", LoadsAnotherCount),
+    "a save trains": ("saving_leaves_no_trace", TrainsWhileItSaves),
+    "an evaluation trains": ("evaluation_leaves_no_trace", EvaluationDrawsNumbers),
+    "an evaluation drops out": ("evaluation_gives_the_mean_loss", EvaluationDrawsNumbers),
+    "states are held": ("memory_returns", HoldsItsStates),
+}
+
+
+def broken(fault: Callable[[Setup], Setup] | type[Wrapper]) -> System:
+    """The simulated ranks with a fault."""
+
+    def make(setup: Setup, rank: int, world_size: int) -> Trainer:
+        if isinstance(fault, type):
+            return fault(by_simulation(setup, rank, world_size), setup)  # type: ignore[return-value]
+        return by_simulation(fault(setup), rank, world_size)
+
+    return System("broken", make, (0, 3), str, in_one_process=True)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_breaks_the_law_that_names_it(tmp_path: Path, fault: str) -> None:
+    law, change = FAULTS[fault]
+    mark, note = try_here(law, Lab(broken(change), 3, 0, WORLD_SIZE, tmp_path))
+    assert mark == "wrong", note
+    HELD.clear()
