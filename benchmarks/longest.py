@@ -19,7 +19,9 @@ import os
 import resource
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +44,7 @@ class Row(NamedTuple):
     """A contender: its transforms by name, further keys, and its ranks."""
 
     tiles: tuple[str, ...] = ()
-    keys: dict[str, Any] = {}
+    keys: Mapping[str, Any] = MappingProxyType({})
     num_ranks: int = 1
     is_planned_only: bool = False
 
