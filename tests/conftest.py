@@ -53,7 +53,7 @@ BUDGETS = {
     "data": 200,
     "deepspeed_layer": 600,
     "cli": 60,
-    "digests": 60,
+    "digests": 300,
     "docs": 600,
     "estimation": 300,
     "examples": 450,

@@ -159,7 +159,7 @@ class _Job:
         self._stage, self._size = 0, 2
         self._folder = TemporaryDirectory(prefix="fzero-history-")
         self._step = self._made(None)
-        self._state = self._step.init()
+        self._state: Any = self._step.init()
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         moments = {name: self._optimizer.init(weights[name]) for name in self._trained()}
         self.plain = _Plain(weights, moments)
@@ -202,11 +202,12 @@ class _Job:
 
     def _batch(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.plain.num_updates)
-        return torch.randn(GLOBAL_BATCH, self._model.features, generator=generator)  # type: ignore[arg-type]
+        features: Any = self._model.features
+        return torch.randn(GLOBAL_BATCH, features, generator=generator)
 
     def _train(self) -> None:
         batch = self._batch()
-        self._state, _ = self._step(self._state, batch.unflatten(0, (self._size, -1)))
+        self._state, _ = self._step(self._state, batch.view(self._size, -1, batch.shape[1]))
         plain, trained = self.plain, self._trained()
         with torch.no_grad():
             for name, param in self._twin.named_parameters():

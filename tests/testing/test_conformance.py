@@ -4,6 +4,11 @@ faults breaks the law that names it.
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +19,22 @@ import torch
 from ranks import RankPool
 from torch import Tensor, nn
 
-from fzero.testing.conformance import LAWS, SYSTEMS, Lab, Setup, System, Trainer, check_system
+from fzero.testing.conformance import (
+    LAWS,
+    SYSTEMS,
+    Lab,
+    Setup,
+    System,
+    Trainer,
+    check_system,
+    try_laws,
+)
 from fzero.testing.conformance.own_systems import by_simulation
 from fzero.testing.conformance.ranks import try_here
+from fzero.testing.conformance.reproducers import REPRODUCERS, Reproducer
 
 WORLD_SIZE = 2
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "laws.md").read_text()
 COLUMNS = [
     ("fzero", 3),
     ("fzero", 0),
@@ -45,14 +61,14 @@ def marks_here(
         own.mkdir(exist_ok=True)
         lab = Lab(SYSTEMS[system], stage, rank, world_size, own)
         mark, note = try_here(name, lab)
-        if mark != "right":
+        if mark not in ("right", "-"):
             found.append((name, mark, note))
             break  # the ranks may be out of step
     return found
 
 
 OF_ONE_CALL = [name for name in LAWS if name not in ON_NEW_RANKS]
-PARTS = 6
+PARTS = 10
 
 
 @pytest.mark.covering(1)
@@ -233,3 +249,89 @@ def test_a_fault_breaks_the_law_that_names_it(tmp_path: Path, fault: str) -> Non
     mark, note = try_here(law, Lab(broken(change), 3, 0, WORLD_SIZE, tmp_path))
     assert mark == "wrong", note
     HELD.clear()
+
+
+# --- reproducers ----------------------------------------------------------------------------------
+
+
+def distinct() -> dict[str, Reproducer]:
+    """Each program once, under its first system and law."""
+    found = {one.program: (" ".join(key), one) for key, one in reversed(REPRODUCERS.items())}
+    return dict(reversed(found.values()))
+
+
+def run_on_two_ranks(program: Path) -> tuple[list[int | None], str]:
+    """Exit codes (None: it hangs), and all that was printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(program)],
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ends, codes, texts = time.monotonic() + 60, list[int | None](), ""
+    for process in started:
+        try:
+            texts += process.communicate(timeout=max(1.0, ends - time.monotonic()))[0]
+            codes.append(process.returncode)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            texts += process.communicate()[0]
+            codes.append(None)
+    return codes, texts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", distinct())
+def test_a_reproducer_still_shows_the_fault(tmp_path: Path, name: str) -> None:
+    found = distinct()[name]
+    program = tmp_path / "reproducer.py"
+    program.write_text(found.program)
+    codes, texts = run_on_two_ranks(program)
+    if found.fault:
+        assert found.fault in texts and any(code != 0 for code in codes), texts[-2000:]
+    else:  # aborted, or hanging
+        assert any(code is None or code < 0 for code in codes), texts[-2000:]
+
+
+def wrong_on_the_page() -> dict[str, list[str]]:
+    """The laws that the page marks as broken, by system."""
+    header, *rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    systems = [cell.strip() for cell in header.split("|")[2:-3]]
+    wrong: dict[str, list[str]] = {system: [] for system in systems}
+    for row in rows[: len(LAWS) + 1]:
+        law, *marks = [cell.strip() for cell in row.split("|")[1:-3]]
+        for system, mark in zip(systems, marks):
+            if mark == "○":
+                wrong[system].append(law.replace(" ", "_"))
+    return wrong
+
+
+def test_reproducers_are_short_and_fzero_breaks_no_law_of_the_page() -> None:
+    for name, one in distinct().items():
+        assert one.program.count("\n") <= 20, name
+    wrong = wrong_on_the_page()
+    assert not [law for system, laws in wrong.items() if system.startswith("fzero") for law in laws]
+    for system, law in REPRODUCERS:
+        assert law in wrong.get(system, [law]), (system, law)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("system", ["ddp", "zero-optimizer", "fsdp2", "deepspeed"])
+def test_laws_without_a_program_are_still_broken(system: str) -> None:
+    laws = [law for law in wrong_on_the_page()[system] if (system, law) not in REPRODUCERS]
+    for result in try_laws(SYSTEMS[system], [LAWS[law] for law in laws]):
+        assert result.mark == "wrong", result

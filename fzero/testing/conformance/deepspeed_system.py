@@ -7,8 +7,14 @@ number of ranks are universal ones, as its tutorial makes them.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
+import sys
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 from fzero.testing.conformance.engine_trainer import EngineTrainer
 from fzero.testing.conformance.training import Setup, System, Trainer
@@ -21,14 +27,19 @@ def config_of(setup: Setup) -> dict[str, Any]:
         "initial_scale_power": setup.scale_power,
         "loss_scale_window": setup.scale_window,
         "hysteresis": 1,
-        "min_loss_scale": 1e-3,
     }
     zero = {
         "stage": setup.stage,
         "stage3_param_persistence_threshold": 0,
+        # its defaults hold 2 GB of buckets, whatever the model
+        "reduce_bucket_size": 2**16,
+        "allgather_bucket_size": 2**16,
+        "stage3_prefetch_bucket_size": 2**16,
         "overlap_comm": False,  # with it, stage 3 on CPUs does not repeat itself
         "memory_efficient_linear": False,  # its kernel computes in another order
     }
+    in_16_bits = setup.precision != "fp32" and setup.micro_steps > 1
+    accumulates = {"data_types": {"grad_accum_dtype": "fp32"}} if in_16_bits else {}
     return {
         "gradient_clipping": setup.clip,
         "gradient_accumulation_steps": setup.micro_steps,
@@ -37,7 +48,7 @@ def config_of(setup: Setup) -> dict[str, Any]:
         "bf16": {"enabled": setup.precision == "bf16"},
         "fp16": fp16,
         "communication_data_type": "fp32",
-        **({} if setup.precision == "fp32" else {"data_types": {"grad_accum_dtype": "fp32"}}),
+        **accumulates,
     }
 
 
@@ -52,7 +63,32 @@ def make(setup: Setup, rank: int, world_size: int) -> Trainer:
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda accelerator: True
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    return EngineTrainer(setup, config_of(setup), deepspeed, rank, world_size)
+    return EngineTrainer(setup, config_of(setup), deepspeed, rank, world_size, source=universal)
+
+
+def universal(
+    folder: Path, setup: Setup, rank: int, world_size: int
+) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint that this job can load, and the keys that it needs for that: "Universal
+    Checkpointing", where stage or ranks are others.
+    """
+    from deepspeed.checkpoint import ds_to_universal
+
+    saved = json.loads((folder / "job.json").read_text())
+    if saved == [setup.stage, world_size]:
+        return folder, {}
+    tag = (folder / "latest").read_text()
+    out = folder / "universal"
+    if rank == 0:
+        words = ["--input_folder", str(folder / tag), "--output_folder", str(out / tag)]
+        words += ["--inject_missing_state", "--num_extract_workers", "1"]
+        words += ["--num_merge_workers", "1"]
+        with patch.object(sys, "argv", ["ds_to_universal", *words]):
+            ds_to_universal.main(ds_to_universal.parse_arguments())
+        (out / "latest_universal").write_text(tag)
+        (out / "latest").write_text(tag)
+    torch.distributed.barrier()
+    return out, {"checkpoint": {"load_universal": True}}
 
 
 def version() -> str:

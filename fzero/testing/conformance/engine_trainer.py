@@ -4,6 +4,8 @@ calls.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,15 +31,28 @@ class EngineTrainer:
 
     Args:
         package: `deepspeed`, or `fzero.deepspeed`.
+        source: the folder that a job loads instead of one, and keys for that.
     """
 
     def __init__(
-        self, setup: Setup, config: dict[str, Any], package: Any, rank: int, world_size: int
+        self,
+        setup: Setup,
+        config: dict[str, Any],
+        package: Any,
+        rank: int,
+        world_size: int,
+        *,
+        source: Callable[[Path, Setup, int, int], tuple[Path, dict[str, Any]]] | None = None,
     ) -> None:
+        self._source = source
         self._setup, self._config, self._package = setup, config, package
         self._rank, self._generator = rank, GeneratorState(rank)
         self._engine = self._made(config)
         self._num_ranks = world_size
+
+    def __del__(self) -> None:
+        if self._package.__name__ == "deepspeed":
+            self._engine.destroy()
 
     def _made(self, config: dict[str, Any]) -> Any:
         setup, model = self._setup, in_real_parts(self._setup.model())
@@ -85,19 +100,28 @@ class EngineTrainer:
             for name, param in module.named_parameters():
                 master = utils.safe_get_full_fp32_param(param)
                 found[name] = found[name] if master is None else master.detach().clone()
-        return joined(found) | {name: x.detach().clone() for name, x in module.named_buffers()}
+        buffers = {name: x.detach().clone() for name, x in module.named_buffers()}
+        return {**joined(found), **buffers}
 
     def norm(self) -> Norm:
         grad_norm = self._engine.get_global_grad_norm()
         scale = getattr(self._engine.optimizer, "cur_scale", 1.0)
-        return Norm(grad_norm if grad_norm is None else float(grad_norm), float(scale))
+        return Norm(None if grad_norm is None else float(grad_norm), float(scale))
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), client_state={"stage": self._setup.stage})
         self._generator.save(folder)
+        if self._rank == 0:
+            job = [self._setup.stage, self._num_ranks]
+            (folder / "job.json").write_text(json.dumps(job))
 
     def load(self, folder: Path) -> int:
-        path, _ = self._engine.load_checkpoint(str(folder))
+        source, more = folder, dict[str, Any]()
+        if self._source is not None:
+            source, more = self._source(folder, self._setup, self._rank, self._num_ranks)
+        if more:
+            self._engine = self._made(self._config | more)
+        path, _ = self._engine.load_checkpoint(str(source))
         if path is None:
             raise RuntimeError(f"load_checkpoint found nothing in {folder}")
         self._generator.load(folder)

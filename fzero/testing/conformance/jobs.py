@@ -24,9 +24,9 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inlet = nn.Linear(FEATURES, 256)
-        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
-        self.outlet = nn.Linear(256, OUTPUTS)
+        self.inlet = nn.Linear(FEATURES, 128)
+        self.blocks = nn.ModuleList(nn.Linear(128, 128) for _ in range(16))
+        self.outlet = nn.Linear(128, OUTPUTS)
 
     def forward(self, x_BF: Tensor) -> Tensor:
         x = torch.tanh(self.inlet(x_BF))
@@ -87,7 +87,7 @@ def memory_is_that_of_the_paper(lab: Lab) -> None:
     # weights, gradients, and AdamW's two moments, in fp32; gradients may be dropped
     most = {0: 4, 1: 2 + 2 * share, 2: 1 + 3 * share, 3: 4 * share}[lab.stage]
     del trainer
-    if held > most * 1.1:
+    if held > most * 1.05 + 3 * 2**16 / numel:  # three buckets of the size that adapters ask for
         raise Broken(f"a rank holds {held:.2f} Ψ between updates, must be at most {most:.2f} Ψ")
 
 
@@ -157,7 +157,7 @@ class Narrow(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        if int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1:
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             self.outlet = nn.Linear(self.inlet.out_features, OUTPUTS, bias=False)
 
 

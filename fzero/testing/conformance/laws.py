@@ -191,7 +191,9 @@ def check_bits(found: Weights, expected: Weights, what: str) -> None:
     check_near(found, expected, what, rounding=0.0)
 
 
-def check_close(found: float, expected: float, what: str, rounding: float = ROUNDING) -> None:
+def check_close(
+    found: float | None, expected: float, what: str, rounding: float = ROUNDING
+) -> None:
     """Raises unless a number is the expected one, up to rounding."""
     if not isinstance(found, float | int) or not abs(found - expected) <= rounding * max(
         1.0, abs(expected)

@@ -33,10 +33,15 @@ def config_of(setup: Setup) -> dict[str, Any]:
         "loss_scale_window": setup.scale_window,
         "hysteresis": 1,
     }
+    zero = {
+        "stage": setup.stage,
+        "stage3_param_persistence_threshold": 0,
+        "reduce_bucket_size": 2**16,
+    }
     return {
         "gradient_clipping": setup.clip,
         "gradient_accumulation_steps": setup.micro_steps,
-        "zero_optimization": {"stage": setup.stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": zero,
         "bf16": {"enabled": setup.precision == "bf16"},
         "fp16": fp16,
         "data_types": {"grad_accum_dtype": "fp32", "reduce_dtype": "fp32"},
@@ -154,13 +159,20 @@ OWN_SYSTEMS = (
         aside="complex parameters are joined from real ones (torch.nn.utils.parametrize), as its "
         "error says; a job that thaws parameters passes after=",
     ),
-    System("fzero-engine", by_engine, ALL, version),
+    System("fzero-engine", by_engine, (1, 3), version, aside="in stages 1 and 3"),
     System(
         "fzero-captured",
         by_graph,
-        ALL,
+        (3,),
         version,
-        aside="compile='step', compile_backend='aot_eager': the scheduled graph, without generated code",
+        aside="compile='step', compile_backend='aot_eager': the scheduled graph, without generated code; in stage 3",
     ),
-    System("fzero-simulated", by_simulation, ALL, version, in_one_process=True),
+    System(
+        "fzero-simulated",
+        by_simulation,
+        (1, 3),
+        version,
+        in_one_process=True,
+        aside="in stages 1 and 3",
+    ),
 )

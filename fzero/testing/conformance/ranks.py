@@ -97,7 +97,7 @@ class Ranks:
                 pipe for rank, pipe in enumerate(self._pipes[:num_asked]) if rank not in answers
             ]
             ready = wait(waiting, timeout=max(0.0, ends - time.monotonic()))
-            for rank in map(self._pipes.index, ready):
+            for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 try:
                     answers[rank] = self._pipes[rank].recv()
                 except EOFError:

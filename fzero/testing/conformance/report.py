@@ -27,7 +27,8 @@ or with another run.
 A system is used as its own documentation says, with the calls that it recommends where they are needed (the adapters are
 `fzero/testing/conformance/*_system*.py`). `fzero laws --system fsdp2 --law tied_weights` tries a law in your environment, and
 `--system my_module:SYSTEM` your own system ([the kit](../kit.md#conformance)). Each ○ has a program below that shows it without
-fzero; the long tests run it, so that it stays true.
+fzero, or the command that does; the long tests run both, so that it stays true. An error counts as a refusal if every
+rank raises it, whatever it says.
 
 These laws are about results on CPUs in small models. They say nothing about speed, about GPUs, or about what no law asks.
 """
@@ -98,6 +99,7 @@ def _sums(results: Iterable[Result], names: Sequence[str]) -> Iterable[str]:
 def _notes(system: System, results: Sequence[Result]) -> Iterable[str]:
     """What was found where a system is not right."""
     found = [result for result in results if result.mark in ("wrong", "refused")]
+    seen = dict[str, str]()
     if found:
         yield from ("", f"## {system.name} {system.version()}")
     for result in found:
@@ -106,4 +108,10 @@ def _notes(system: System, results: Sequence[Result]) -> Iterable[str]:
         yield from ("", f"{SIGNS[result.mark]} **{title}**, stage {result.stage}: {text}")
         known = REPRODUCERS.get((system.name, result.law))
         if result.mark == "wrong" and known is not None:
+            if known.program in seen:
+                yield f"It is shown by the program under *{seen[known.program]}*."
+                continue
+            seen[known.program] = title
             yield from ("", known.tried, "", "```python", known.program.strip(), "```")
+        elif result.mark == "wrong":
+            yield from ("", f"`fzero laws --system {system.name} --law {result.law}`")

@@ -1,5 +1,5 @@
-"""Programs that show where a system of others breaks a law, without fzero:
-`torchrun --nproc-per-node 2 FILE`. A failed assertion is the fault.
+"""Programs that show where a system of others breaks a law, without fzero: run on two ranks
+(`torchrun --nproc-per-node 2 FILE`), each fails on some rank. The tests run them.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 
 class Reproducer(NamedTuple):
-    """A program of at most 20 lines, whose last assertion fails on some rank.
+    """A program of at most 20 lines.
 
     Attributes:
         tried: how the documentation recommends to do it, and what was tried.
-        fault: a piece of what the program prints.
+        fault: a piece of what it prints; "" where the process is aborted, or hangs.
     """
 
     tried: str
@@ -22,3 +22,252 @@ class Reproducer(NamedTuple):
 
 REPRODUCERS: dict[tuple[str, str], Reproducer] = {}
 """By system and law."""
+
+
+def _enter(systems: str, laws: str, tried: str, fault: str, program: str) -> None:
+    for system in systems.split():
+        for law in laws.split():
+            REPRODUCERS[system, law] = Reproducer(tried, fault, program.lstrip("\n"))
+
+
+_enter(
+    "ddp zero-optimizer fsdp2 deepspeed",
+    "a_rank_that_dies_is_named",
+    "`monitored_barrier` is the call that names a rank which does not respond; it was called after the error, and raises "
+    "the same. "
+    "(Where torchrun started the ranks, its report names the rank; so does the one of deepspeed's launcher.)",
+    "AssertionError",
+    """
+import os
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(3))
+if dist.get_rank() == 1:
+    os._exit(9)
+try:
+    dist.all_reduce(torch.ones(3))
+except RuntimeError as error:
+    found = str(error)
+    try:
+        dist.monitored_barrier(timeout=timedelta(seconds=5))
+    except RuntimeError as error:
+        found += str(error)
+    assert "rank 1" in found.lower(), found
+""",
+)
+
+_SENT = """
+def sent():
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found = socket.socket(fileno=os.dup(int(name))).getsockopt(6, socket.TCP_INFO, 256)
+            total += struct.unpack_from("Q", found, 120)[0]
+        except OSError:
+            pass
+    return total
+"""
+
+_enter(
+    "zero-optimizer",
+    "bytes_sent_are_those_of_the_paper",
+    "As its page shows it, around DDP: gradients are all-reduced (2Ψ), and updated weights are broadcast (Ψ).",
+    "AssertionError",
+    f"""
+import os, socket, struct, torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+{_SENT.strip()}
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]))
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+before = sent()
+model(torch.ones(1, 256)).sum().backward()
+optimizer.step()
+dist.barrier()
+assert sent() - before < 2.2 * 2**20 / 2, (sent() - before) / 2**19
+""",
+)
+
+_enter(
+    "fsdp2",
+    "bytes_sent_are_those_of_the_paper",
+    "FSDP2 asks for one gather and one reduce-scatter, 2Ψ in stage 2; the gloo backend of PyTorch sends an all-reduce for a "
+    "reduce-scatter, so that 3Ψ are sent. With NCCL it does not.",
+    "AssertionError",
+    f"""
+import os, socket, struct, torch
+import torch.distributed as dist
+{_SENT.strip()}
+dist.init_process_group("gloo")
+before = sent()
+dist.reduce_scatter_tensor(torch.zeros(2**17), torch.ones(2**18))
+dist.barrier()
+assert sent() - before < 1.1 * 2**20 / 2, (sent() - before) / 2**19  # bytes of the tensor, halved
+""",
+)
+
+_enter(
+    "fsdp2",
+    "experts_unused_on_some_ranks experts_with_adamw_and_clipping",
+    "`fully_shard` of each block and of the root, as its page says; its page has no option for modules that a rank does not "
+    "use. `fully_shard` of the root alone was tried, too, with the same end: ranks reduce gradients of other sizes.",
+    "",
+    """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+mesh = init_device_mesh("cpu", (2,))
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x):
+        return x + sum(expert(x) for expert in self.experts[: 1 + dist.get_rank()])
+
+model = Experts()
+for module in (*model.experts, model):
+    fully_shard(module, mesh=mesh)
+model(torch.ones(2, 3)).sum().backward()  # rank 0 does not use the second expert
+""",
+)
+
+_enter(
+    "fsdp2",
+    "another_model_on_one_rank_is_refused",
+    "`fully_shard` has no check of shapes between ranks (DDP has one); the process is aborted in the first collective.",
+    "",
+    """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+mesh = init_device_mesh("cpu", (2,))
+model = nn.Linear(6, 4, bias=dist.get_rank() == 0)
+fully_shard(model, mesh=mesh)
+model(torch.ones(2, 6)).sum().backward()
+""",
+)
+
+_enter(
+    "fsdp2",
+    "buffers_equal_on_all_ranks",
+    "`fully_shard` shards parameters only, and its page says nothing of buffers; `SyncBatchNorm`, which DDP's page recommends, "
+    "has no kernel for CPUs.",
+    "AssertionError",
+    """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+mesh = init_device_mesh("cpu", (2,))
+model = nn.BatchNorm1d(3)
+fully_shard(model, mesh=mesh)
+model(torch.randn(4, 3) + dist.get_rank())
+both = [torch.empty(3) for _ in range(2)]
+dist.all_gather(both, model.running_mean)
+assert torch.equal(*both), both
+""",
+)
+
+_DEEPSPEED = """
+import torch, deepspeed
+deepspeed.init_distributed("gloo")
+rank = torch.distributed.get_rank()
+"""
+
+_enter(
+    "deepspeed",
+    "reported_norm reported_norm_of_a_clipped_gradient reported_norm_of_micro_steps reported_norm_of_tied_weights "
+    "reported_norm_of_tokens",
+    "`get_global_grad_norm` is the documented call; stages 1 to 3 report the norm.",
+    "AssertionError",
+    f"""{_DEEPSPEED}
+model = torch.nn.Linear(3, 1)
+engine, *_ = deepspeed.initialize(
+    model=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    config={{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {{"stage": 0}}}},
+)
+engine.backward(engine(torch.ones(1, 3)).sum())
+engine.step()
+assert engine.get_global_grad_norm() is not None
+""",
+)
+
+_enter(
+    "deepspeed",
+    "a_nan_on_one_rank_reaches_no_weight",
+    "With `gradient_clipping`; no key asks for a check in fp32 (`check_grad_overflow` is one of bf16).",
+    "AssertionError",
+    f"""{_DEEPSPEED}
+model = torch.nn.Linear(3, 1)
+engine, *_ = deepspeed.initialize(
+    model=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    config={{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}},
+)
+engine.backward(engine(torch.ones(1, 3) * (float("nan") if rank else 1.0)).sum())
+engine.step()
+assert model.weight.isfinite().all(), model.weight
+""",
+)
+
+_enter(
+    "deepspeed",
+    "buffers_equal_on_all_ranks",
+    "No key concerns buffers; the engine broadcasts them once, when it is made.",
+    "AssertionError",
+    f"""{_DEEPSPEED}
+model = torch.nn.BatchNorm1d(3)
+engine, *_ = deepspeed.initialize(
+    model=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    config={{"train_micro_batch_size_per_gpu": 1}},
+)
+engine.backward(engine(torch.randn(4, 3) + rank).sum())
+engine.step()
+engine(torch.randn(4, 3))
+both = [torch.empty(3) for _ in range(2)]
+torch.distributed.all_gather(both, model.running_mean)
+assert torch.equal(*both), both
+""",
+)
+
+_enter(
+    "deepspeed",
+    "loss_scaling_keeps_small_gradients the_scale_does_not_change_the_update "
+    "training_after_an_overflow overflow_keeps_the_rate clipping_under_a_loss_scale "
+    "history_of_the_loss_scale",
+    "fp16 in stage 0: gradients are divided by the loss scale, and the loss is not multiplied by it. Stages 1 to 3 multiply.",
+    "AssertionError",
+    f"""{_DEEPSPEED}
+type(deepspeed.get_accelerator()).is_fp16_supported = lambda self: True  # of a CPU
+model = torch.nn.Linear(3, 1, bias=False)
+torch.nn.init.ones_(model.weight)
+engine, *_ = deepspeed.initialize(
+    model=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+    config={{
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {{"enabled": True, "loss_scale": 4.0}},
+        "zero_optimization": {{"stage": 0}},
+    }},
+)
+engine.backward(engine(torch.ones(1, 3)).sum())
+engine.step()
+assert engine.module.weight.eq(0.0).all(), engine.module.weight  # 1 - 1.0 * 1
+""",
+)

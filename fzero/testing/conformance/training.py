@@ -30,8 +30,10 @@ class Refused(Exception):
 class Norm(NamedTuple):
     """What a system reports of its last step."""
 
-    grad_norm: float
-    """Global norm of the mean gradient, before clipping, without the loss scale."""
+    grad_norm: float | None
+    """Global norm of the mean gradient, before clipping, without the loss scale; None if
+    it reports none.
+    """
     loss_scale: float = 1.0
     """The factor of the next loss."""
 
