@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
-
 from fzero.comms.axes import ProcessAxis
 from fzero.comms.mesh import SEQ
 from fzero.comms.process_group import along, job, once_more
@@ -49,8 +47,8 @@ class Division:
         return 0 if self.axis is None else self.axis.rank
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        return None if self.axis is None else self.axis.group or dist.group.WORLD
+    def group(self) -> Any:
+        return None if self.axis is None else self.axis.group
 
 
 NOW = Division()
@@ -67,7 +65,7 @@ def size() -> int:
     return NOW.size
 
 
-def group() -> dist.ProcessGroup | None:
+def group() -> Any:
     """The group of the ranks that share this rank's sequences; None where it has its own."""
     return NOW.group
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fzero.comms.axes import ProcessAxis
@@ -28,7 +27,7 @@ class DistributedAttention(nn.Module):
     def __init__(
         self,
         local_attention: nn.Module,
-        sequence_process_group: dist.ProcessGroup,
+        sequence_process_group: Any,
         scatter_idx: int = 2,
         gather_idx: int = 0,
         sp_stream: Any = None,
@@ -62,7 +61,7 @@ class DistributedAttention(nn.Module):
         Args:
             query, key, value: (T, B, H, D), or (B, T, H, D) with `batch_dim_idx` 0.
         """
-        size, rank = dist.get_world_size(self.spg), dist.get_rank(self.spg)
+        size, rank = self.spg.size(), self.spg.rank()
         axis = ProcessAxis(SEQ, size, rank, self.spg)
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.shape[2] % size:

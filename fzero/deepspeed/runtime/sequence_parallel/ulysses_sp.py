@@ -6,15 +6,19 @@ Shape letters: S ranks that share a sequence, B samples, L tokens.
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fzero.comms import collectives
+from fzero.comms.axes import ProcessAxis
+from fzero.comms.mesh import SEQ
+from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.deepspeed.engine import sequences
 from fzero.sequence.parts import cut_sequences
@@ -152,9 +156,8 @@ class UlyssesSPDataLoaderAdapter:
                 f"add them in the collator"
             )
         own = {key: x.cpu() if isinstance(x, Tensor) else x for key, x in batch.items()}
-        every: list[Any] = [None] * self.sp_world_size
-        dist.all_gather_object(every, own, group=self.sp_group)
-        for each in every:
+        axis = ProcessAxis(SEQ, self.sp_world_size, self.sp_rank, self.sp_group)
+        for each in _of_all_ranks(own, axis, self.device):
             length = each["input_ids"].shape[1]
             if length % self.sp_world_size and not self.pad_to_sp_multiple:
                 raise ValueError(
@@ -164,6 +167,21 @@ class UlyssesSPDataLoaderAdapter:
             how = {"pad": {"input_ids": self.pad_token_id}}
             part = cut_sequences(each, self.sp_rank, self.sp_world_size, **how)
             self.micro_batches.append(part)
+
+
+def _of_all_ranks(own: dict[str, Any], axis: ProcessAxis, device: Any) -> list[dict[str, Any]]:
+    """The batches of all ranks, whose shapes may differ. *Collective:* every rank."""
+    file = io.BytesIO()
+    torch.save(own, file)
+    mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(device)
+    label = Label("other", "batches")
+    sizes = collectives.stack(torch.tensor(mine.numel(), device=device), axis, label=label).tolist()
+    padded = torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel()))
+    rows = collectives.stack(padded, axis, label=label).cpu()
+    return [
+        torch.load(io.BytesIO(row[:size].numpy().tobytes()), weights_only=True)
+        for row, size in zip(rows, sizes, strict=True)
+    ]
 
 
 # --- tiles ----------------------------------------------------------------------------------------
