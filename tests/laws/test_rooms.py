@@ -261,7 +261,7 @@ def test_torch_distributed_is_named_behind_one_door_only_and_its_files_behind_an
         "fzero.deepspeed.comm.comm",
         *(
             f"fzero.testing.conformance.{name}"
-            for name in ("laws", "ranks", "torch_systems", "training")
+            for name in ("deepspeed_system", "jobs", "laws", "ranks", "torch_systems", "training")
         ),
     }  # two start ranks, one is torch.distributed under another name; laws are tried on torch's own
     assert users_of(module=checkpoints, but="-") == {
