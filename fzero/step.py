@@ -221,23 +221,15 @@ class TrainStep:
 
     @property
     def data_rank(self) -> int:
-        """This rank in its stage of a pipeline; without one, `rank`."""
+        """The number of this rank among those of its stage of a pipeline; without one,
+        `rank`.
+        """
         return self.runtime.ranks.rank
 
     @property
     def data_world_size(self) -> int:
-        """The ranks of a stage of a pipeline; without one, `world_size`."""
+        """The number of ranks that hold a state; without a pipeline, `world_size`."""
         return self.runtime.ranks.size
-
-    @property
-    def batch_rank(self) -> int:
-        """This rank's batch: the axis "seq" shares one."""
-        return self.data_rank // self.plan.seq_size
-
-    @property
-    def num_batches(self) -> int:
-        """The number of batches."""
-        return self.data_world_size // self.plan.seq_size
 
     @property
     def program(self) -> GraphProgram | None:

@@ -61,10 +61,10 @@ OPTIMIZERS = {
 }
 
 
-def law_broken_by(optimizer) -> str:
+def law_broken_by(optimizer, examples: int) -> str:
     """The law that an optimizer breaks, in words; "" for none."""
     try:
-        check_transform(optimizer, name="optimizer", max_examples=60)
+        check_transform(optimizer, name="optimizer", max_examples=examples)
     except AssertionError as error:
         return str(error)
     return ""
@@ -83,10 +83,10 @@ def train(optimizer, num_ranks: int, num_steps: int, folder: str) -> list[float]
 
 
 def main() -> None:
-    options = parse(__doc__.partition("\n\n")[0], steps=6)
+    options = parse(__doc__.partition("\n\n")[0], steps=6, examples=40)
     found: dict[str, Difference] = {}
     for name, optimizer in OPTIMIZERS.items():
-        law = law_broken_by(optimizer)
+        law = law_broken_by(optimizer, options.examples)
         print(f"the {name} optimizer breaks a law: {law}" if law else f"the {name} one breaks none")
         folders = {num: str(options.out / f"{name} on {num}") for num in (1, RANKS)}
         for num, folder in folders.items():

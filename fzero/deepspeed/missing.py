@@ -25,7 +25,8 @@ SERVE = (
     "with another program"
 )
 SEQUENCES = (
-    "use shorter sequences or activation checkpointing; sequence parallelism needs DeepSpeed"
+    "use UlyssesSPAttentionHF.register_with_transformers, DistributedAttention or "
+    "fzero.sequence.ulysses, which divide sequences among ranks"
 )
 
 INSTEAD = {

@@ -366,6 +366,8 @@ def _numbers(x: Recorded, y: Recorded, name: str) -> Iterator[Part]:
     a, b = x.numbers.get(name), y.numbers.get(name)
     if a is None or b is None:
         return
+    if name == "loss_scale" and (a == 1) != (b == 1):  # only one of them scales its loss
+        return
     is_same = a == b or (math.isnan(a) and math.isnan(b))
     size = max(abs(a), abs(b))
     relative = 0.0 if is_same else _ratio(abs(a - b), size)

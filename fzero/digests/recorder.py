@@ -24,6 +24,7 @@ from fzero.common.arguments import check_kind, check_model, check_path, check_wh
 from fzero.common.version import installed_version
 from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
+from fzero.comms.process_group import job
 from fzero.comms.records import Label
 from fzero.comms.rendezvous import launched
 from fzero.digests.recording import (
@@ -341,11 +342,11 @@ def record_module(
     Hooks of the optimizer read weights and gradients before `optimizer.step()`, and
     weights and optimizer state after it; nothing is changed. Gradients are recorded as
     the optimizer gets them: clipped and unscaled (a step that a gradient scaler skips is
-    not seen). With DDP and others that keep full tensors on each rank, rank 0 records its
-    own; of DTensors (FSDP2) the full tensors, where every rank takes part.
+    not seen). With DDP, rank 0 records its own tensors; with FSDP2 (DTensors) the full
+    ones, and then every rank makes a recorder, which gathers them in recorded steps.
 
     Args:
-        model: the module, also one that is compiled or wrapped in DDP.
+        model: the module, also one that is compiled, or wrapped in DDP or FSDP2.
         optimizer: the one that trains it.
         folder: as for `record`.
         every: as for `record`; the updates are counted.
@@ -379,8 +380,8 @@ class RecordedModule:
         self._params = {_plain(model, name): p for name, p in model.named_parameters()}
         self._buffers = {_plain(model, name): x for name, x in model.named_buffers()}
         self._optimizer, self._every, self._number = optimizer, every, start
-        job = launched()
-        self._is_first = job is None or job.rank == 0
+        rank, world_size = _place()
+        self._is_first = rank == 0
         self._last: Recorded | None = None
         self._numbers: dict[str, list[float]] = {}
         self._given: Tensors = {}
@@ -388,7 +389,7 @@ class RecordedModule:
         self._writer = None
         if self._is_first:
             try:
-                self._writer = Writer(folder, self._header(1 if job is None else job.world_size))
+                self._writer = Writer(folder, self._header(world_size))
             except OSError as error:
                 raise RecordingError(
                     f"record_module: folder must be one that this process may write ({error}); "
@@ -417,8 +418,8 @@ class RecordedModule:
         return Header(of="module", params=params, buffers=buffers, **how)
 
     def note(self, *, loss: Any = None, grad_norm: Any = None) -> None:
-        """Notes numbers of the next update. Of several losses (micro-batches) the mean
-        counts, of several norms the last one.
+        """Notes numbers of the next update, as rank 0 gives them. Of several losses
+        (micro-batches) the mean counts, of several norms the last one.
         """
         if loss is not None:
             self._numbers.setdefault("loss", []).append(_number(loss))
@@ -470,6 +471,14 @@ class RecordedModule:
             if self._is_first:
                 found[name] = Sums.of(sums_of(x, 0))
         return found
+
+
+def _place() -> tuple[int, int]:
+    """Rank and number of ranks: of the process group, else as a launcher says."""
+    world, start = job(), launched()
+    if world.size > 1 or start is None:
+        return world.rank, world.size
+    return start.rank, start.world_size
 
 
 def _number(x: Any) -> float:

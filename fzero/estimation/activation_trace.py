@@ -18,6 +18,7 @@ They are the same in all stages and placements.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -346,6 +347,7 @@ def trace_activations(
             _checkpointed(model, chosen, alive.moves if on_host and device == "cuda" else None),
             saved_tensors_hooks(recorder.pack, recorder.unpack),
             _sizes_of_modules(model) as sizes,
+            _nothing_packed(),
             alive,
         ):
             loss, _ = loss_of(
@@ -552,6 +554,23 @@ def _checkpointed(
         return checkpointed(Site(name, module.forward, [], frozenset(), moves, nullcontext, anchor))
 
     return replaced_forwards(model, names, wrapped) if names else nullcontext()
+
+
+@contextmanager
+def _nothing_packed() -> Iterator[None]:
+    """Inside, transformers takes each row of a batch for one sequence. It reads this from
+    the positions, which have no values here, and else makes a mask of all pairs of tokens.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    if masks is None or (found := getattr(masks, name, None)) is None:
+        yield
+        return
+    setattr(masks, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masks, name, found)
 
 
 class Activations:

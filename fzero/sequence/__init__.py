@@ -12,9 +12,9 @@ from fzero.common.doors import door
 
 if TYPE_CHECKING:
     from fzero.sequence.exchange import attend as attend
-    from fzero.sequence.parts import Part as Part
+    from fzero.sequence.parts import Part as Part, batch_of as batch_of
     from fzero.sequence.transforms import ulysses as ulysses
 else:
     __getattr__, __dir__, __all__ = door(
-        __name__, {"exchange": "attend", "parts": "Part", "transforms": "ulysses"}
+        __name__, {"exchange": "attend", "parts": "Part batch_of", "transforms": "ulysses"}
     )

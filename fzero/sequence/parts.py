@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import optree
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fzero.comms import collectives
 from fzero.comms.axes import ProcessAxis
+from fzero.comms.primitives import all_gather
 from fzero.comms.records import Label
 
 IGNORED = -100
@@ -92,7 +93,7 @@ class Division:
             self._seen.append(None)
             _check_same(batch, axis)
         if isinstance(batch, Mapping):
-            return self._of_mapping(dict(batch), axis)
+            return self.of_mapping(dict(batch), axis)
         if not isinstance(batch, Tensor | tuple | list):
             raise ValueError(
                 f"ulysses: a batch must be a tensor, a tuple, a list or a mapping of tensors, got "
@@ -103,7 +104,7 @@ class Division:
         cut = [self._cut(place, x, length, axis) for place, x in enumerate(leaves)]
         return Part(cut[0] if isinstance(batch, Tensor) else type(batch)(cut), length)
 
-    def _of_mapping(self, batch: dict[str, Any], axis: Any) -> Part:
+    def of_mapping(self, batch: dict[str, Any], axis: Any) -> Part:
         length = self._length(batch)
         if isinstance(labels := batch.pop(LABELS, None), Tensor) and SHIFTED not in batch:
             self._check_not_shifted(labels, batch.get("input_ids"))
@@ -192,6 +193,71 @@ class Division:
             )
 
 
+@dataclass(frozen=True)
+class _Place:
+    rank: int
+    size: int
+
+
+def cut_sequences(
+    batch: Mapping[str, Any], rank: int, size: int, *, pad: Mapping[Any, float] | None = None
+) -> dict[str, Any]:
+    """A rank's part of a batch of transformers: `labels` become `shift_labels`, and
+    positions stand beside them. Sends nothing.
+
+    Args:
+        batch: tensors (B, L, …) are cut; others are whole.
+        pad: further values for padding.
+    """
+    division = Division(1, {**(pad or {})}, frozenset(), True, True, True)
+    return division.of_mapping(dict(batch), _Place(rank, size)).batch  # type: ignore[no-any-return]
+
+
+def joined(given: Mapping[str, Any], tokens: Tensor, axis: Any) -> Part:
+    """The part of a batch that its caller has divided, from the arguments of a model of
+    transformers. *Collective:* every rank of the axis; gathers positions and masks.
+
+    Args:
+        given: its keyword arguments.
+        tokens: (B, T) or (B, T, D).
+    """
+    num_own = tokens.shape[1]
+    positions, mask, packed, kept = given.get(POSITIONS), given.get(KEPT), None, None
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        kept = all_gather(mask.to(torch.uint8), axis).bool()
+        kept = None if _is_all(kept) else kept
+    if positions is None:
+        positions = torch.arange(num_own, device=tokens.device) + axis.rank * num_own
+        positions = positions.expand(tokens.shape[0], -1)
+    else:
+        positions = positions.expand(tokens.shape[0], -1).contiguous()
+        whole = all_gather(positions, axis)
+        packed = whole if kept is None and _is_packed(whole) else None
+    return Part(None, num_own * axis.size, positions, packed, kept)
+
+
+class HasPlan(Protocol):
+    """A train step."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def plan(self) -> Any: ...
+
+
+def batch_of(step: HasPlan) -> tuple[int, int]:
+    """The index of this rank's batch, and the number of different batches of a step: the
+    ranks of one group of "seq" get the same.
+
+        rank, size = fzero.sequence.batch_of(step)
+        loader = DataLoader(data, sampler=DistributedSampler(data, size, rank))
+    """
+    size = step.plan.seq_size
+    return step.rank // size, step.world_size // size
+
+
 def check_counted(weight: Any, batch: Any) -> None:
     """Raises ValueError where a loss function has shifted labels that were shifted before
     the batch was divided: it has not counted the first label of each part.
@@ -241,7 +307,7 @@ def _check_same(batch: Any, axis: ProcessAxis) -> None:
         raise ValueError(
             f"ulysses: the {axis.size} ranks of the axis {axis.name!r} must have the same batch, "
             f"whose tokens they share, got others on its rank {other} than on its rank 0; load "
-            f"batches by step.batch_rank of step.num_batches"
+            f"batches by fzero.sequence.batch_of(step)"
         )
 
 

@@ -16,7 +16,7 @@ from fzero.comms.mesh import SEQ
 from fzero.config.config import ConfigError
 from fzero.model.transforms import Call, Changes, LossFn, TransformedStep, Wrap
 from fzero.sequence.attention import Now, Swapping, active, is_pretrained, register
-from fzero.sequence.parts import Division, Part, check_counted, check_keys
+from fzero.sequence.parts import Division, Part, check_counted, check_keys, joined
 
 _MIXING = (
     *(nn.RNNBase, nn.RNNCellBase, nn.modules.batchnorm._BatchNorm),
@@ -35,6 +35,8 @@ class Ulysses:
     splits: bool
     may_count: bool
     mixes: tuple[str, ...]
+    in_eval: bool = True
+    """Whether a model in evaluation mode has parts of sequences, too."""
 
     def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`. It adds nothing."""
@@ -92,7 +94,11 @@ class Ulysses:
                         "the batch, got a call outside; pass ulysses(…, splits=False), and divide "
                         "batches yourself"
                     )
+                if not (self.in_eval or module.training):
+                    return forward(*args, **kwargs)
                 if asks:
+                    if not self.splits and active() is None:
+                        now.part = _given_part(args, kwargs, axis)
                     kwargs = _with_positions(module, asks, args, kwargs, now)
                 if active() is not None:
                     return forward(*args, **kwargs)
@@ -175,6 +181,13 @@ def _asked(module: nn.Module) -> Collection[str]:
     return [key for key in ("position_ids", "attention_mask", "use_cache") if key in known]
 
 
+def _given_part(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Any) -> Part | None:
+    """The part of the batch with which a model of transformers is called."""
+    named = (kwargs.get(key) for key in ("input_ids", "inputs_embeds"))
+    tokens = next((x for x in (*args, *named) if isinstance(x, Tensor)), None)
+    return None if tokens is None else joined(kwargs, tokens, axis)
+
+
 def _with_positions(
     module: Any, asks: Collection[str], args: tuple[Any, ...], kwargs: dict[str, Any], now: Now
 ) -> dict[str, Any]:
@@ -235,7 +248,7 @@ def ulysses(
         )
 
     ZeRO shards the state over all ranks of `data` and `seq` together. The ranks of one
-    `seq` group get the same batch (that of `step.batch_rank`), and each computes with its
+    `seq` group get the same batch (`fzero.sequence.batch_of`), and each computes with its
     part of the tokens. Attention swaps tokens for heads by an all-to-all, and back.
 
     A model of transformers gets position ids, and labels shifted before the cut. A

@@ -136,7 +136,7 @@ class Probe:
         """Called at the start of a step."""
         self._num_begun += 1
         if self._num_begun == self._request.start:
-            self._meet()
+            self._barrier()
         if self._num_begun >= self._request.start:
             self._times.append(time.perf_counter())
 
@@ -147,7 +147,7 @@ class Probe:
         if self._num_begun == self._request.end:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            self._meet()
+            self._barrier()
             self._times.append(time.perf_counter())
             nbytes = max(collectives.exchange(self._peak(), self._axis))
             self._end({"seconds": self._seconds(), "samples": self._num_samples, "nbytes": nbytes})
@@ -159,7 +159,7 @@ class Probe:
         steps = [after - before for before, after in pairwise(self._times)]
         return sum(steps) / len(steps) if self._device.type == "cuda" else median(steps)
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         collectives.exchange(None, self._axis)
 
     def _end(self, result: dict[str, Any]) -> NoReturn:
@@ -168,7 +168,7 @@ class Probe:
             out = Path(self._request.out)
             out.with_suffix(".part").write_text(json.dumps(result))
             out.with_suffix(".part").replace(out)
-        self._meet()
+        self._barrier()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -194,7 +194,7 @@ class Probe:
     def _describe(self, batch: Any, *, is_call: bool) -> NoReturn:
         """Plans all candidates on rank 0 and ends the job. *Collective:* every rank."""
         request, world_size = self._request, self._axis.size
-        self._meet()  # so that all ranks measure together
+        self._barrier()  # so that all ranks measure together
         rates = collectives.exchange(asdict(rates_of_rank(self._axis, self._device)), self._axis)
         machine = mean_rates([MeasuredRates(**of_rank) for of_rank in rates]).machine
         described: dict[str, Any] = {}

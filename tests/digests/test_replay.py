@@ -438,23 +438,28 @@ def test_a_batch_of_another_class_is_copied_for_each_run(kind: type) -> None:
     fzero.replay(step, step.init(), kind(x=x.clone(), y=y))
 
 
-def _pipeline() -> None:
+def _pipeline(order: str) -> None:
     layers = PipelineModule(
         nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]), 2, loss_fn=F.mse_loss
     )
-    cfg = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-    step = fzero.make_train_step(layers, cfg, mesh=Mesh.of(pipe=2, data=2))
-    state, batch = step.init(), (torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+    cfg = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    step = fzero.make_train_step(layers, cfg, mesh=Mesh.of(pipe=2, data=2), pipeline=order)
+    torch.manual_seed(0)
+    state, batch = step.init(), (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+    other = optree.tree_map(torch.clone, state)
     for _ in range(2):
         state, _ = fzero.replay(step, state, batch)
+        other, _ = step(other, batch)
+        assert all(map(torch.equal, optree.tree_leaves(state), optree.tree_leaves(other)))
     if step.rank == 3:  # one of two ranks that hold the last layers
         next(iter(state.params.values())).view(torch.uint8)[0] ^= 1
     with pytest.raises(fzero.ReplayError, match=r"given state of unit .* on ranks 2 .* and 3"):
         fzero.replay(step, state, batch)
 
 
-def test_a_pipeline_is_replayed_and_compared_within_its_stages(ranks: RankPool) -> None:
-    ranks(4, _pipeline)
+@pytest.mark.parametrize("order", ["1f1b", "gpipe", "zero_bubble", "interleaved:2"])
+def test_a_pipeline_is_replayed_and_compared_within_its_stages(ranks: RankPool, order: str) -> None:
+    ranks(4, _pipeline, order)
 
 
 def test_micro_batches_of_an_iterator_are_used_twice() -> None:

@@ -20,7 +20,7 @@ MEASURES = {
     "comms/mesh.py: AxisMesh.stack",
     "deepspeed/comm/comm.py: log_summary",
     "profiling/machine.py: gather_rate",
-    *(f"tuning/probe.py: Probe.{name}" for name in ("has_updated", "_meet", "_describe")),
+    *(f"tuning/probe.py: Probe.{name}" for name in ("has_updated", "_barrier", "_describe")),
 }
 """Functions that send numbers of ranks without an agreement: measurements, and the sum
 of parts of a mesh."""

@@ -1126,6 +1126,20 @@ def test_tiles_are_proposed_for_a_length_that_needs_them() -> None:
     assert found.best.nbytes("device") <= tiled.nbytes("device")
 
 
+def test_a_plan_of_a_long_sequence_has_no_mask_of_all_pairs_of_tokens() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    llama = transformers.LlamaConfig(
+        vocab_size=64, num_hidden_layers=1, num_key_value_heads=2, use_cache=False, **sizes
+    )
+    model = transformers.LlamaForCausalLM(llama)
+    peaks = [
+        trace_activations(model, {}, sample_of(model, 1, length), device="cpu").nbytes
+        for length in (2048, 4096)
+    ]
+    assert peaks[1] < 2.01 * peaks[0], "linear in the tokens, as is a step's own peak"
+
+
 class OtherLoss(nn.Module):
     """Its loss is no cross entropy."""
 

@@ -140,7 +140,7 @@ def test_three_optimizers_learn_the_text_and_each_step_has_its_seconds(run):
 
 @pytest.mark.long
 def test_a_wrong_optimizer_breaks_a_law_and_parts_from_one_rank_in_its_first_update(run):
-    said = run("wrong_optimizer", "--steps", "3")
+    said = run("wrong_optimizer", "--steps", "2", "--examples", "5")
     assert "the wrong optimizer breaks a law" in said and "Smallest example" in said
     assert "the right one breaks none" in said
     ((step,),) = numbers(r"first beyond rounding: step (\d+), weight of unit", said)

@@ -26,7 +26,7 @@ import torch
 from graphs import captures
 from ranks import RankPool
 from test_compiled import AOT, SGD, _differences
-from test_models import MODELS, NUM_CLASSES, _quiet, images, text
+from test_models import LAYERS, MODELS, NUM_CLASSES, OF_TEXT, WIDTHS, images, text, tiny
 from test_ordinary import CASES
 from test_rank_death import BAD_STEP, Job, assert_ends_with_collective_error
 from torch import Tensor, nn
@@ -60,24 +60,6 @@ for that.
 """
 
 
-@_quiet
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-            image_size=16,
-            patch_size=8,
-            num_labels=NUM_CLASSES,
-            problem_type=CLASSES,
-        )
-    )
-
-
 def gpt() -> nn.Module:
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
@@ -90,58 +72,21 @@ TRIED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "llama": (without_kernel(MODELS["llama"]), text),
     "bert": (MODELS["bert"], text),
     "t5": (MODELS["t5"], text),
-    "vit": (vit, images),
+    "vit": (
+        tiny(
+            "ViTForImageClassification", hidden_size=16, intermediate_size=24, image_size=16,
+            patch_size=8, num_labels=NUM_CLASSES, problem_type=CLASSES, **LAYERS,
+        ),
+        images,
+    ),
     "gpt": (gpt, tokens),
     "gpt2": (MODELS["gpt2"], text),  # ties its embeddings
-}
+}  # fmt: skip
 
 
 # Held out: used nowhere else in these tests.
 
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "max_position_embeddings": 16, "use_cache": False,
-}  # fmt: skip
-
-
-@_quiet
-def gpt_neox() -> nn.Module:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL))
-
-
-@_quiet
-def mistral() -> nn.Module:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=4))
-
-
-@_quiet
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(
-        MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2)
-    )
-
-
-@_quiet
-def convnext() -> nn.Module:
-    from transformers import ConvNextConfig, ConvNextForImageClassification
-
-    return ConvNextForImageClassification(
-        ConvNextConfig(
-            hidden_sizes=[8, 12],
-            depths=[1, 1],
-            num_stages=2,
-            patch_size=2,
-            image_size=16,
-            num_labels=NUM_CLASSES,
-            problem_type=CLASSES,
-        )
-    )
+SMALL: dict[str, Any] = OF_TEXT | LAYERS | WIDTHS
 
 
 class Recurrent(nn.Module):
@@ -171,13 +116,27 @@ class Normed(nn.Module):
 
 
 HELD_OUT: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
-    "gpt_neox": (gpt_neox, text),
-    "mistral": (mistral, text),
-    "mixtral": (without_kernel(mixtral), text),
-    "convnext": (convnext, images),
+    "gpt_neox": (tiny("GPTNeoXForCausalLM", **SMALL), text),
+    "mistral": (tiny("MistralForCausalLM", **SMALL, num_key_value_heads=1, sliding_window=4), text),
+    "mixtral": (
+        without_kernel(
+            tiny(
+                "MixtralForCausalLM", **SMALL, num_key_value_heads=1, num_local_experts=4,
+                num_experts_per_tok=2,
+            )
+        ),
+        text,
+    ),
+    "convnext": (
+        tiny(
+            "ConvNextForImageClassification", hidden_sizes=[8, 12], depths=[1, 1], num_stages=2,
+            patch_size=2, image_size=16, num_labels=NUM_CLASSES, problem_type=CLASSES,
+        ),
+        images,
+    ),
     "recurrent": (Recurrent, tokens),
     "normed": (Normed, vectors),
-}
+}  # fmt: skip
 
 
 # --- one graph, the same bits ---------------------------------------------------------------------
@@ -768,7 +727,7 @@ def _generated(how: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     weights of the state.
     """
     torch.manual_seed(0)
-    model = _quiet(MODELS["gpt2"])()
+    model = MODELS["gpt2"]()
     names, prompt = set(vars(model)), text(0)["input_ids"][:2, :4]
 
     def generate() -> Tensor:

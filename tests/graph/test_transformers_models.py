@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_models import _quiet
+from test_models import quietly
 from transformers_models import TABLE
 
 import fzero
@@ -32,7 +32,7 @@ def curves(name: str, stage: int, backend: str) -> tuple[list[Any], list[Any]]:
     """The losses and norms of a plain loop, and those of a step."""
     row, expected, found = TABLE[name], list[Any](), list[Any]()
     torch.manual_seed(0)
-    model = _quiet(row.make)()
+    model = quietly(row.make)()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for index in range(NUM_STEPS):
         optimizer.zero_grad()
@@ -48,7 +48,7 @@ def curves(name: str, stage: int, backend: str) -> tuple[list[Any], list[Any]]:
         "optimizer": {"type": "SGD", "params": {"lr": RATE}}, "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }  # fmt: skip
-    step = fzero.make_train_step(_quiet(row.make)(), cfg, compile="step", compile_backend=backend)  # type: ignore[arg-type]
+    step = fzero.make_train_step(quietly(row.make)(), cfg, compile="step", compile_backend=backend)  # type: ignore[arg-type]
     state = step.init()
     for index in range(NUM_STEPS):
         state, metrics = step(state, row.batch(index))

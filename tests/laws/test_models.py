@@ -32,110 +32,54 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-3, fused=True)
 
 
-def _quiet(make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """The models tell of their generation defaults when they are built."""
+def quietly(make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Models tell of their generation defaults when they are built."""
 
-    @functools.wraps(make_model)
-    def quietly() -> nn.Module:
-        from transformers.utils import logging
+    def made() -> nn.Module:
+        import transformers
 
-        logging.set_verbosity_error()
+        transformers.utils.logging.set_verbosity_error()
         with contextlib.redirect_stdout(io.StringIO()):
             return make_model()
 
-    return quietly
+    return made
 
 
-@_quiet
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def tiny(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    """Makes a model of a class of transformers."""
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=16,
-            use_cache=False,
-        )
+    def made() -> Any:
+        import transformers
+
+        model = getattr(transformers, name)
+        return model(model.config_class(**sizes))
+
+    return quietly(made)
+
+
+OF_TEXT: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False}
+LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2}
+WIDTHS: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LANGUAGE_MODELS = {
+    "llama": tiny("LlamaForCausalLM", num_key_value_heads=1, **OF_TEXT, **LAYERS, **WIDTHS),
+    "gpt2": tiny(
+        "GPT2LMHeadModel", n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+        **OF_TEXT,
+    ),
+    "bert": tiny("BertForMaskedLM", **OF_TEXT, **LAYERS, **WIDTHS, **NO_DROPOUT),
+    "t5": tiny(
+        "T5ForConditionalGeneration", d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
+        dropout_rate=0.0, decoder_start_token_id=0, **OF_TEXT,
+    ),
+}  # fmt: skip
+MODELS = LANGUAGE_MODELS | {
+    "resnet": tiny(
+        "ResNetForImageClassification", embedding_size=8, hidden_sizes=[8, 12], depths=[2, 2],
+        layer_type="basic", num_labels=NUM_CLASSES,
     )
-
-
-@_quiet
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            n_positions=16,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-            loss_type="ForCausalLM",
-            use_cache=False,
-        )
-    )
-
-
-@_quiet
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=16,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-
-
-@_quiet
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY,
-            d_model=16,
-            d_kv=8,
-            d_ff=24,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-            use_cache=False,
-        )
-    )
-
-
-@_quiet
-def resnet() -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    return ResNetForImageClassification(
-        ResNetConfig(
-            embedding_size=8,
-            hidden_sizes=[8, 12],
-            depths=[2, 2],
-            layer_type="basic",
-            num_labels=NUM_CLASSES,
-        )
-    )
+}  # fmt: skip
 
 
 def text(step: int) -> dict[str, Tensor]:
@@ -150,10 +94,6 @@ def images(step: int) -> dict[str, Tensor]:
         "pixel_values": torch.randn(GLOBAL_BATCH, 3, 16, 16, generator=generator),
         "labels": labels,
     }
-
-
-LANGUAGE_MODELS = {model.__name__: model for model in (llama, gpt2, bert, t5)}
-MODELS = LANGUAGE_MODELS | {"resnet": resnet}
 
 
 def _data(name: str) -> Callable[[int], dict[str, Tensor]]:
@@ -205,13 +145,13 @@ def test_a_convnet_with_batch_norm_trains_like_the_plain_loop_of_as_many_parts(
     # running statistics among them
     _assert_same_bits([result for results in on_ranks for result in results])
     plain = train_plainly(
-        resnet, images, adamw, num_steps=NUM_STEPS, loss_of=_loss, num_parts=world_size
+        MODELS["resnet"], images, adamw, num_steps=NUM_STEPS, loss_of=_loss, num_parts=world_size
     )
     _assert_close(on_ranks[0][0], plain)
 
 
 def _running_means_of_the_first_norm(stage: int) -> Tensor:
-    step = fzero.make_train_step(make(resnet), config(stage))
+    step = fzero.make_train_step(make(MODELS["resnet"]), config(stage))
     state, _ = step(step.init(), part(images(0), step.rank, step.world_size))
     return state.buffers["resnet.embedder.embedder.normalization.running_mean"]
 
@@ -277,7 +217,7 @@ def test_gradient_checkpointing_trains_alike_in_all_stages_and_like_the_plain_lo
 
 def _llama_from_meta(seed: int) -> tuple[Weights, float]:
     with torch.device("meta"):
-        model: Any = llama()
+        model: Any = MODELS["llama"]()
     step = fzero.make_train_step(model, config(3), seed=seed)
     state = step.init(init_fn=model._init_weights)
     weights = step.gather(state)
@@ -290,7 +230,7 @@ def test_a_transformer_on_meta_is_filled_by_its_own_rule_alike_on_any_number_of_
     ranks: RankPool,
 ) -> None:
     weights, loss = _llama_from_meta(0)
-    plain = make(llama)
+    plain = make(MODELS["llama"])
     plain.load_state_dict(weights, strict=True)
     # fp32: the rotary tables are right, too
     assert loss == pytest.approx(_loss(plain, text(0)).item(), rel=1e-6)

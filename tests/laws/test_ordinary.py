@@ -38,6 +38,7 @@ from training import (
     train_plainly,
     vectors,
 )  # fmt: skip
+from zoo.oddities import Fit, ForwardMode, Hooks, Hyper, gru
 
 import fzero
 from fzero.comms import collectives
@@ -61,20 +62,6 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 # --- models, each with a peculiarity --------------------------------------------------------------
 
 
-class Fit(nn.Module):
-    """The mean squared error of a body that maps vectors, or sequences of them, to the
-    like.
-    """
-
-    def __init__(self, *body: nn.Module) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*body)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        out = self.body(x)
-        return F.mse_loss(out[0] if isinstance(out, tuple) else out, y)
-
-
 def sequences(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     x, y = torch.randn(2, GLOBAL_BATCH, 5, WIDTH, generator=generator)
@@ -86,10 +73,6 @@ def lstm() -> nn.Module:
         nn.Linear(WIDTH, WIDTH),
         nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True),
     )
-
-
-def gru() -> nn.Module:
-    return Fit(nn.Linear(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True))
 
 
 class Attention(nn.Module):
@@ -237,19 +220,6 @@ class Lookup(nn.Module):
 
 class SparseLookup(Lookup):
     sparse = True
-
-
-class Hyper(nn.Module):
-    """Calls a child with weights of its own making, and then with the child's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maker, self.made = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        weights = {"weight": 2 * self.maker.weight, "bias": self.maker.bias + 1}
-        made = torch.func.functional_call(self.made, weights, (x,))
-        return F.mse_loss(self.made(made) + self.maker(x), y)
 
 
 class Containers(nn.Module):
@@ -431,19 +401,6 @@ class Custom(nn.Module):
         return F.mse_loss(x, y)
 
 
-class Transformed(nn.Module):
-    """Maps over samples and differentiates forward, by torch.func."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = torch.func.vmap(self.blocks[0])(x)
-        out, slope = torch.func.jvp(self.blocks[1], (x,), (y,))
-        return F.mse_loss(out + slope, y)
-
-
 class Holds(nn.Module):
     """Holds parameters of each block, and aliases of them, while others run, and uses
     them after all.
@@ -460,24 +417,6 @@ class Holds(nn.Module):
             x = block(x)
         for weight, bias, row in reversed(held):
             x = x * weight + bias[:WIDTH] + row[:WIDTH]
-        return F.mse_loss(x, y)
-
-
-class Hooked(nn.Module):
-    """Hooks of modules, on the way forward and back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
-        self.blocks[0].register_forward_pre_hook(
-            lambda module, args: (args[0] * module.up.weight[0, 0],)
-        )
-        self.blocks[1].register_forward_hook(lambda module, args, out: out + module.norm.bias)
-        self.blocks[2].register_full_backward_hook(lambda module, grads, outs: (0.5 * grads[0],))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
         return F.mse_loss(x, y)
 
 
@@ -570,8 +509,8 @@ CASES = {
     "edges, each a unit": Case(Edges, units=("parts.*", "linear")),
     "keywords and a dataclass": Case(Keywords, keywords, loss_fn=by_keyword),
     "custom operators": Case(Custom),
-    "hooks of modules": Case(Hooked),
-    "torch.func": Case(Transformed),
+    "hooks of modules": Case(Hooks),
+    "torch.func": Case(ForwardMode),
     "held parameters": Case(Holds),
     "penalty": Case(TiedEnds, loss_fn=with_penalty),
     "against itself": Case(TiedEnds, loss_fn=against_itself),

@@ -57,7 +57,10 @@ MAY_IMPORT: dict[str, str] = {
     "digests": f"{STEP} resharding checkpoint",
     "generation": f"{STEP} resharding",
     "profiling": f"{STEP} resharding estimation",
-    "deepspeed": f"fzero {STEP} resharding estimation checkpoint profiling generation attention",
+    "deepspeed": (
+        f"fzero {STEP} resharding estimation checkpoint profiling generation attention sequence "
+        f"tiling"
+    ),
     "engine": "common deepspeed",
     "integrations": "deepspeed",
     "tuning": f"fzero {STEP} estimation profiling launch cli",

@@ -109,17 +109,6 @@ class InAPartial(Model):
         return self.b(torch.tanh(self.linear(x)))
 
 
-class InAClosure(Model):
-    def set_up(self) -> None:
-        weight = self.a.weight
-        self.weights = lambda: {"it": weight, "rows": weight.shape[0]}
-
-    def use(self, x: Tensor) -> Tensor:
-        found = self.weights()
-        stacked = torch.cat([found["it"], found["it"]])[: found["rows"]]
-        return self.b(torch.tanh(x @ stacked.T))
-
-
 class ByMethods(Model):
     """Reads by every way that modules have, under names of its own too."""
 
@@ -135,30 +124,6 @@ class ByMethods(Model):
         return self.b(torch.tanh(self.a(x) + F.linear(x, self.tied) + swapped))
 
 
-@pytest.mark.parametrize("model", [InAList, InAPartial, InAClosure])
-def test_a_parameter_that_code_holds_is_trained_as_in_a_plain_loop(model: type[Model]) -> None:
-    assert_trains_as_plainly(model)
-    expected, step = (
-        plain_weights(model),
-        fzero.make_train_step(make(model), config(3), units=["a", "b"]),
-    )
-    for by in ("lockstep", "vmap"):
-        found = trained(simulate(step, 2, by=by), num_ranks=2)
-        torch.testing.assert_close({name: found[name] for name in expected}, expected)
-
-
-def test_a_parameter_that_code_holds_is_trained_by_an_engine_in_stage_3() -> None:
-    engine, *_ = fzero.initialize(
-        model=make(InAPartial), config=config(3, train_micro_batch_size_per_gpu=8)
-    )
-    for x in batches():
-        engine.backward(engine(x))
-        engine.step()
-    with engine.gathered() as found:
-        expected = plain_weights(InAPartial)
-        torch.testing.assert_close({name: found[name] for name in expected}, expected)
-
-
 class Compiled(InAPartial):
     def set_up(self) -> None:
         super().set_up()
@@ -170,14 +135,6 @@ def test_a_model_that_compiles_itself_is_trained_with_what_its_code_holds() -> N
     """What torch.compile looks at while it traces must not be gathered."""
     found = trained(fzero.make_train_step(make(Compiled), config(0), units=["a", "b"]))
     torch.testing.assert_close(found, plain_weights(InAPartial))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_in_one_graph_trains_a_parameter_that_code_holds(stage: int) -> None:
-    step = fzero.make_train_step(
-        make(InAPartial), config(stage), compile="step", compile_backend="aot_eager"
-    )
-    torch.testing.assert_close(trained(step), plain_weights(InAPartial))
 
 
 def test_inside_the_forward_a_parameter_is_one_for_modules_and_for_isinstance() -> None:

@@ -50,9 +50,7 @@ def _on_ranks(stage: int, length: int, **how: Any) -> Curve:
     step = divided.make(in_fp64(LM), stage, simulates=False, **how)
     return trained(
         step,
-        lambda number: divided.rows(
-            divided.batch(number, length), step.batch_rank, step.num_batches
-        ),
+        lambda number: divided.rows(divided.batch(number, length), *fzero.sequence.batch_of(step)),
     )
 
 
@@ -191,7 +189,7 @@ def test_attention_over_parts_is_attention_over_the_whole(
 def _sent(length: int) -> list[CommRecord]:
     records: list[CommRecord] = []
     step = divided.make(in_fp64(LM), 3, simulates=False).observed(records.append)
-    whole = divided.rows(divided.batch(0, length), step.batch_rank, step.num_batches)
+    whole = divided.rows(divided.batch(0, length), *fzero.sequence.batch_of(step))
     step(step.init(), whole)
     return [record for record in records if record.label.purpose == "heads"]
 
@@ -316,4 +314,4 @@ def _other_batches() -> str:
 def test_ranks_of_one_group_with_other_batches_are_told_so(ranks: RankPool) -> None:
     for found in ranks(4, _other_batches):
         assert "must have the same batch" in found
-        assert "batch_rank" in found
+        assert "batch_of" in found

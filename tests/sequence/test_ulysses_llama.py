@@ -107,7 +107,7 @@ def _on_ranks(stage: int, kind: str, **how: Any) -> Curve:
     step = make(build("llama"), stage, **how)
 
     def batch_of(number: int) -> dict[str, Any]:
-        return divided.rows(batch(number, UNEVEN, kind), step.batch_rank, step.num_batches)
+        return divided.rows(batch(number, UNEVEN, kind), *fzero.sequence.batch_of(step))
 
     return trained(step, batch_of)
 

@@ -13,7 +13,7 @@ import optree
 import pytest
 import torch
 from ranks import RankPool
-from test_models import bert, gpt2, images, resnet, text
+from test_models import MODELS, images, text
 from torch import Tensor, nn
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
@@ -59,7 +59,7 @@ class Branching(Plain):
 
 
 def _gpt2_with_dropout() -> nn.Module:
-    model = gpt2()
+    model = MODELS["gpt2"]()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.1
@@ -88,8 +88,10 @@ CASES = {
     "muon": Case(Odd, tokens, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}),
     "lamb": Case(Odd, tokens, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}),
     "gpt2": Case(_gpt2_with_dropout, text),
-    "bert": Case(bert, text, {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}),
-    "resnet": Case(resnet, images),
+    "bert": Case(
+        MODELS["bert"], text, {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}
+    ),
+    "resnet": Case(MODELS["resnet"], images),
     "negotiated": Case(Branching, vectors, {}, {"schedule": "negotiated"}),
 }
 

@@ -54,18 +54,14 @@ class Accumulation:
 
     def train_batch_size(self) -> int:
         """Samples per update, all ranks together."""
-        return (
-            self.train_micro_batch_size_per_gpu()
-            * self.steps
-            * self.engine.train_step.data_world_size
-        )
+        return self.train_micro_batch_size_per_gpu() * self.steps * self.engine.dp_world_size
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Sets the number of accumulation steps from here on; allowed only between
         accumulations.
         """
         check_whole("train_batch_size", train_batch_size, 1)
-        one = self.train_micro_batch_size_per_gpu() * self.engine.train_step.data_world_size
+        one = self.train_micro_batch_size_per_gpu() * self.engine.dp_world_size
         if train_batch_size % one or train_batch_size < one:
             raise ConfigError(
                 f"train_batch_size: must be a multiple of {one} (train_micro_batch_size_per_gpu × "

@@ -164,7 +164,7 @@ class DataSchedules:
     def random_ltd_config(self) -> dict[str, Any]:
         """The block `random_ltd`, with the batch sizes."""
         block = self.efficiency.data_routing.random_ltd
-        sizes = self.engine.cfg.batch_sizes(self.engine.train_step.data_world_size)
+        sizes = self.engine.cfg.batch_sizes(self.engine.dp_world_size)
         number = block.random_ltd_layer_num or len(block.random_ltd_layer_id)
         found = block.model_dump() | {"random_ltd_layer_num": number}
         return found | {"global_batch_size": sizes.train or 0, "micro_batch_size": sizes.micro or 0}

@@ -23,7 +23,7 @@ from fzero.config.fields import compared
 from fzero.config.files import read
 from fzero.data.loader import CurriculumLoader
 from fzero.data.token_dropping import dropping_of
-from fzero.deepspeed.engine import config_keys as engine_keys
+from fzero.deepspeed.engine import config_keys as engine_keys, sequences
 from fzero.deepspeed.engine.client_optimizers import Groups, of_optimizer, of_parameters
 from fzero.deepspeed.engine.config_keys import EngineKeys
 from fzero.deepspeed.engine.data_efficiency import sampler_of
@@ -87,12 +87,13 @@ def initialize(
         lr_scheduler: a scheduler of the optimizer, or a function of the optimizer that
             makes one; stepped after each update. None takes the configuration's.
         distributed_port: the port of rank 0, if the launcher does not set one.
-        mpu: must have no model parallelism.
+        mpu: must have no model parallelism; may be that of
+            `UlyssesSPAttentionHF.register_with_transformers`.
         dist_init_required: False raises where the process group is not initialised yet.
         collate_fn: the collate function of the loader.
         config, config_params: a mapping in DeepSpeed's schema, the path of a file, a
             base64 string, or a `Config`.
-        mesh_param: must be (ranks, 1).
+        mesh_param: (data-parallel ranks, ranks that share a sequence).
         units, schedule, checkpoint, seed: as for `make_train_step`; fzero's own.
 
     Returns:
@@ -132,16 +133,11 @@ def initialize(
             warnings.warn(both, ConfigWarning, stacklevel=2)
             cfg = cfg.model_copy(update={"scheduler": None})
         cfg.warn_of_no_effect(model)
-        step = _step(
-            model, cfg, groups, units=units, schedule=schedule, checkpoint=checkpoint, seed=seed
-        )
+        how: dict[str, Any] = {"units": units, "schedule": schedule, "seed": seed}
+        seq_size = sequences.check_asked(mpu, mesh_param)
+        step = _step(model, cfg, groups, checkpoint=checkpoint, seq_size=seq_size, **how)
         check_same(step.runtime.world, {"configuration": compared(keys)})
-        check_mpu(mpu, step.world_size)
-        if mesh_param is not None and tuple(mesh_param) != (step.world_size, 1):
-            raise ConfigError(
-                f"mesh_param: must be ({step.world_size}, 1), all ranks data-parallel and none "
-                f"sequence-parallel, got {mesh_param}; leave it out"
-            )
+        check_mpu(mpu, step.world_size // seq_size)
         rates, momentum = step.runtime.updater.rates, step.runtime.updater.momentum
         loader = None if training_data is None else _loader(training_data, step, keys, collate_fn)
         state = step.init()
@@ -180,21 +176,33 @@ def _scheduler(
 
 
 def _step(
-    model: nn.Module, cfg: Config, groups: Groups, *, checkpoint: Choice | None, **how: Any
+    model: nn.Module,
+    cfg: Config,
+    groups: Groups,
+    *,
+    checkpoint: Choice | None,
+    seq_size: int,
+    **how: Any,
 ) -> TrainStep:
+    divides = () if seq_size == 1 else (sequences.NOW.transform,)
     spec = StepSpec(
         model=model,
         cfg=cfg,
         param_groups=groups.param_groups,
         transform=groups.transform,
         transforms=configured(
-            cfg, compress=_compression(cfg, model), drop=dropping_of(model), checkpoint=checkpoint
+            cfg,
+            divides,
+            compress=_compression(cfg, model),
+            drop=dropping_of(model),
+            checkpoint=checkpoint,
         ),
         trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held,
         **how,
     )
     if not isinstance(model, PipelineModule):
-        return TrainStep(spec, bind(None, spec.device))
+        mesh = None if seq_size == 1 else sequences.mesh_of(seq_size)
+        return TrainStep(spec, bind(mesh, spec.device))
     num_data = model.num_data_ranks
     mesh = Mesh.of(pipe=model.num_stages, data=num_data)
     return TrainStep(replace(spec, parallelism=Pipeline()), bind(mesh, spec.device))
@@ -277,7 +285,8 @@ def _loader(
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> ResumableLoader | CurriculumLoader:
     cfg = step.spec.cfg
-    _, micro, num_micro = cfg.batch_sizes(step.data_world_size)
+    num_data_ranks = step.runtime.batches.world_size
+    _, micro, num_micro = cfg.batch_sizes(num_data_ranks)
     if micro is None:
         raise ConfigError(
             "train_micro_batch_size_per_gpu: must be given for the loader of training_data, and "
@@ -285,8 +294,8 @@ def _loader(
         )
     how: dict[str, Any] = {
         "batch_size": micro,
-        "rank": step.data_rank,
-        "world_size": step.data_world_size,
+        "rank": step.data_rank // step.plan.seq_size,
+        "world_size": num_data_ranks,
         "collate_fn": collate_fn,
     }
     if cfg.data_efficiency is not None and cfg.samples:

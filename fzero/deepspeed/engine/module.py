@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 GATHERS_16_BIT = ("_consolidated_16bit_state_dict", "_zero3_consolidated_16bit_state_dict")
 """Names of DeepSpeed's engine that scripts use in spite of their first letter."""
 
+OFFLOADED = (
+    "engine: must have its state on the device, and it is in host memory since offload_states; "
+    "call reload_states first"
+)
+DESTROYED = (
+    "engine: must not be used after destroy, which has released its state, and was; make another "
+    "with initialize (and load a checkpoint into it)"
+)
+
 
 class HeldModule:
     """The part of an engine that handles its module and the memory of the state.
@@ -57,7 +66,8 @@ class HeldModule:
 
     def __init__(self, engine: Engine, held: frozenset[str]) -> None:
         self.engine, module, step = engine, engine.module, engine.train_step
-        self.is_inside = self.is_gathered = self._is_offloaded = False
+        self.is_inside = self.is_gathered = False
+        self._refusal = ""  # why the engine cannot be used now
         # from here on the module's parameters are views of the state
         step.runtime.learned.model_check.close()
         self.live = LiveParams(module, step.plan, step.data_rank)
@@ -335,12 +345,12 @@ class HeldModule:
                 f"engine.offload_states: device must be 'cpu', got {device!r}; leave it out"
             )
         self._move(torch.device("cpu"))
-        self._is_offloaded = True
+        self._refusal = OFFLOADED
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Moves the state back to the device after `offload_states`."""
         self._move(self.engine.train_step.device)
-        self._is_offloaded = False
+        self._refusal = ""
 
     def destroy(self) -> None:
         """Releases the state, and restores the module with the weights that this rank
@@ -353,7 +363,7 @@ class HeldModule:
         self.live.close()
         self.outside_grads.close()
         self.engine.__dict__.pop("state", None)
-        self.engine.engine_log.writers = []
+        self._refusal, self.engine.engine_log.writers = DESTROYED, []
 
     # --- the memory of the state ------------------------------------------------------------------
 
@@ -372,27 +382,17 @@ class HeldModule:
         """The step, once the module buffers that the script has assigned are in the
         state.
         """
-        self._check_lives()
-        if self._is_offloaded:
-            raise CallError(
-                "engine: must have its state on the device, and it is in host memory since "
-                "offload_states; call reload_states first"
-            )
+        if self._refusal:
+            raise CallError(self._refusal)
         self.live_buffers.take()
         return self.engine.train_step
-
-    def _check_lives(self) -> None:
-        if "state" not in self.engine.__dict__:
-            raise CallError(
-                "engine: must not be used after destroy, which has released its state, and was; "
-                "make another with initialize (and load a checkpoint into it)"
-            )
 
     def _move(self, device: torch.device) -> None:
         """Moves the flat buffers of the state to a device, unless the model is on the
         CPU.
         """
-        self._check_lives()
+        if self._refusal == DESTROYED:
+            raise CallError(DESTROYED)
         if self.engine.device.type != "cpu":
             state = self.engine.state
             parts = {

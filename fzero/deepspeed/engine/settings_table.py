@@ -174,8 +174,9 @@ configuration, and the function that makes the method's result of it.
 PLACES: dict[str, str] = {
     "cfg": "train_step.spec.cfg",
     "device": "train_step.device",
-    "dp_world_size": "train_step.data_world_size",
+    "dp_world_size": "train_step.runtime.batches.world_size",
     "global_rank": "train_step.rank",
+    "sequence_parallel_size": "train_step.plan.seq_size",
     "world_size": "train_step.world_size",
 }
 """Attribute: the place in the engine of its value."""
@@ -228,7 +229,6 @@ ATTRIBUTES: dict[str, Any] = {
     "pipeline_parallelism": False,
     "quantizer": None,
     "seq_parallel_group": None,
-    "sequence_parallel_size": 1,
     "use_ds_comm": False,
 }
 """Attribute: its value."""

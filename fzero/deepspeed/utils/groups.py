@@ -1,5 +1,5 @@
-"""`deepspeed.utils.groups`: every rank is data-parallel, so each other group has one
-rank.
+"""`deepspeed.utils.groups`: every rank is data-parallel. Neighbours may share sequences
+(`fzero.deepspeed.engine.sequences`); each other group has one rank.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from fzero.comms.process_group import is_joined, job, world_group as _world
+from fzero.deepspeed.engine import sequences
 
 mpu: Any = None
 mesh_device: Any = None
@@ -40,23 +41,22 @@ def _empty() -> dict[str, Any]:
     return {}
 
 
-get_data_parallel_rank = _get_data_parallel_rank = _get_sequence_data_parallel_rank = _rank
-get_data_parallel_world_size = _get_data_parallel_world_size = (
-    _get_sequence_data_parallel_world_size
-) = _world_size
+_get_sequence_parallel_rank, _get_sequence_parallel_world_size = sequences.rank, sequences.size
+_get_sequence_parallel_group = sequences.group
+get_data_parallel_rank = _get_data_parallel_rank = sequences.data_rank
+get_data_parallel_world_size = _get_data_parallel_world_size = sequences.num_data_ranks
+_get_sequence_data_parallel_rank, _get_sequence_data_parallel_world_size = _rank, _world_size
 get_data_parallel_group = _get_data_parallel_group = _get_sequence_data_parallel_group = (
     _clone_world_group
 ) = _world
 _get_data_parallel_group_ranks = _all_ranks
-get_model_parallel_rank = get_tensor_model_parallel_rank = _get_sequence_parallel_rank = (
-    _get_broadcast_src_rank
-) = _zero
+get_model_parallel_rank = get_tensor_model_parallel_rank = _get_broadcast_src_rank = _zero
 get_tensor_model_parallel_src_rank = _rank
 get_model_parallel_world_size = get_tensor_model_parallel_world_size = (
     _get_model_parallel_world_size
 ) = _one
-_get_sequence_parallel_world_size = _get_expert_model_parallel_world_size = _one
-_get_sequence_parallel_group = _get_zero_param_intra_parallel_group = _none
+_get_expert_model_parallel_world_size = _one
+_get_zero_param_intra_parallel_group = _none
 _get_expert_parallel_group_dict = _get_expert_data_parallel_group_dict = _empty
 
 

@@ -195,6 +195,41 @@ class DataInAList(Odd):
 
 
 @odd()
+class DataInAClosure(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        weight, transposed = self.inlet.weight.data, self.inlet.weight.data.t()
+        self.map = lambda x: x @ transposed + torch.cat([weight, weight])[0]
+
+    def odd(self, x: Tensor) -> Tensor:
+        return self.map(x)
+
+
+@odd()
+class WholeDataInAList(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.inlet.weight.data]
+
+    def odd(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.kept[0])
+
+
+@odd()
+class OtherParameterInAList(Odd):
+    """A Parameter of the same memory that no module has: no optimizer of a plain loop
+    updates it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [nn.Parameter(self.inlet.weight.data)]
+
+    def odd(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.kept[0])
+
+
+@odd()
 class ViewInAList(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -215,6 +250,14 @@ class BufferInAList(Odd):
         with torch.no_grad():
             self.kept[0].lerp_(x.mean(0), 0.5)
             self.kept[1].add_(0.25)
+        return x - self.kept[0]
+
+
+@odd()
+class WholeBufferInAList(BufferInAList):
+    def odd(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.kept[0].lerp_(x.mean(0), 0.5)
         return x - self.kept[0]
 
 

@@ -1,0 +1,3 @@
+"""`deepspeed.sequence`: attention over sequences that several ranks share, on
+`fzero.sequence`.
+"""
