@@ -332,6 +332,6 @@ def test_reproducers_are_short_and_fzero_breaks_no_law_of_the_page() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("system", ["ddp", "zero-optimizer", "fsdp2", "deepspeed"])
 def test_laws_without_a_program_are_still_broken(system: str) -> None:
-    laws = [law for law in wrong_on_the_page()[system] if (system, law) not in REPRODUCERS]
+    laws = [law for law in wrong_on_the_page().get(system, []) if (system, law) not in REPRODUCERS]
     for result in try_laws(SYSTEMS[system], [LAWS[law] for law in laws]):
         assert result.mark == "wrong", result

@@ -72,7 +72,7 @@ def universal(
     """A checkpoint that this job can load, and the keys that it needs for that: "Universal
     Checkpointing", where stage or ranks are others.
     """
-    from deepspeed.checkpoint import ds_to_universal
+    from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
 
     saved = json.loads((folder / "job.json").read_text())
     if saved == [setup.stage, world_size]:

@@ -27,7 +27,7 @@ or with another run.
 A system is used as its own documentation says, with the calls that it recommends where they are needed (the adapters are
 `fzero/testing/conformance/*_system*.py`). `fzero laws --system fsdp2 --law tied_weights` tries a law in your environment, and
 `--system my_module:SYSTEM` your own system ([the kit](../kit.md#conformance)). Each ○ has a program below that shows it without
-fzero, or the command that does; the long tests run both, so that it stays true. An error counts as a refusal if every
+fzero, or the command that does; tests run both, so that it stays true. An error counts as a refusal if every
 rank raises it, whatever it says.
 
 These laws are about results on CPUs in small models. They say nothing about speed, about GPUs, or about what no law asks.

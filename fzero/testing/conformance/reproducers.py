@@ -31,11 +31,11 @@ def _enter(systems: str, laws: str, tried: str, fault: str, program: str) -> Non
 
 
 _enter(
-    "ddp zero-optimizer fsdp2 deepspeed",
+    "ddp zero-optimizer fsdp2",
     "a_rank_that_dies_is_named",
     "`monitored_barrier` is the call that names a rank which does not respond; it was called after the error, and raises "
     "the same. "
-    "(Where torchrun started the ranks, its report names the rank; so does the one of deepspeed's launcher.)",
+    "(Where torchrun started the ranks, its report names the rank.)",
     "AssertionError",
     """
 import os
@@ -179,95 +179,5 @@ model(torch.randn(4, 3) + dist.get_rank())
 both = [torch.empty(3) for _ in range(2)]
 dist.all_gather(both, model.running_mean)
 assert torch.equal(*both), both
-""",
-)
-
-_DEEPSPEED = """
-import torch, deepspeed
-deepspeed.init_distributed("gloo")
-rank = torch.distributed.get_rank()
-"""
-
-_enter(
-    "deepspeed",
-    "reported_norm reported_norm_of_a_clipped_gradient reported_norm_of_micro_steps reported_norm_of_tied_weights "
-    "reported_norm_of_tokens",
-    "`get_global_grad_norm` is the documented call; stages 1 to 3 report the norm.",
-    "AssertionError",
-    f"""{_DEEPSPEED}
-model = torch.nn.Linear(3, 1)
-engine, *_ = deepspeed.initialize(
-    model=model,
-    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-    config={{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {{"stage": 0}}}},
-)
-engine.backward(engine(torch.ones(1, 3)).sum())
-engine.step()
-assert engine.get_global_grad_norm() is not None
-""",
-)
-
-_enter(
-    "deepspeed",
-    "a_nan_on_one_rank_reaches_no_weight",
-    "With `gradient_clipping`; no key asks for a check in fp32 (`check_grad_overflow` is one of bf16).",
-    "AssertionError",
-    f"""{_DEEPSPEED}
-model = torch.nn.Linear(3, 1)
-engine, *_ = deepspeed.initialize(
-    model=model,
-    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-    config={{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}},
-)
-engine.backward(engine(torch.ones(1, 3) * (float("nan") if rank else 1.0)).sum())
-engine.step()
-assert model.weight.isfinite().all(), model.weight
-""",
-)
-
-_enter(
-    "deepspeed",
-    "buffers_equal_on_all_ranks",
-    "No key concerns buffers; the engine broadcasts them once, when it is made.",
-    "AssertionError",
-    f"""{_DEEPSPEED}
-model = torch.nn.BatchNorm1d(3)
-engine, *_ = deepspeed.initialize(
-    model=model,
-    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-    config={{"train_micro_batch_size_per_gpu": 1}},
-)
-engine.backward(engine(torch.randn(4, 3) + rank).sum())
-engine.step()
-engine(torch.randn(4, 3))
-both = [torch.empty(3) for _ in range(2)]
-torch.distributed.all_gather(both, model.running_mean)
-assert torch.equal(*both), both
-""",
-)
-
-_enter(
-    "deepspeed",
-    "loss_scaling_keeps_small_gradients the_scale_does_not_change_the_update "
-    "training_after_an_overflow overflow_keeps_the_rate clipping_under_a_loss_scale "
-    "history_of_the_loss_scale",
-    "fp16 in stage 0: gradients are divided by the loss scale, and the loss is not multiplied by it. Stages 1 to 3 multiply.",
-    "AssertionError",
-    f"""{_DEEPSPEED}
-type(deepspeed.get_accelerator()).is_fp16_supported = lambda self: True  # of a CPU
-model = torch.nn.Linear(3, 1, bias=False)
-torch.nn.init.ones_(model.weight)
-engine, *_ = deepspeed.initialize(
-    model=model,
-    optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-    config={{
-        "train_micro_batch_size_per_gpu": 1,
-        "fp16": {{"enabled": True, "loss_scale": 4.0}},
-        "zero_optimization": {{"stage": 0}},
-    }},
-)
-engine.backward(engine(torch.ones(1, 3)).sum())
-engine.step()
-assert engine.module.weight.eq(0.0).all(), engine.module.weight  # 1 - 1.0 * 1
 """,
 )
