@@ -271,7 +271,10 @@ def test_parameters_that_are_gathered_twice_stay_gathered() -> None:
 def test_an_engine_whose_state_was_away_when_it_should_gather_trains_on() -> None:
     engine = made(1)
     engine.offload_states()
-    with pytest.raises(RuntimeError, match="since offload_states; call reload_states first"), engine.gathered():
+    with (
+        pytest.raises(RuntimeError, match="since offload_states; call reload_states first"),
+        engine.gathered(),
+    ):
         pass
     engine.reload_states()
     x, y = mine(engine, data(0))
