@@ -19,11 +19,12 @@ COMPARES = {
 MEASURES = {
     "comms/mesh.py: AxisMesh.stack",
     "deepspeed/comm/comm.py: log_summary",
+    "deepspeed/runtime/sequence_parallel/ulysses_sp.py: _of_all_ranks",
     "profiling/machine.py: gather_rate",
     *(f"tuning/probe.py: Probe.{name}" for name in ("has_updated", "_barrier", "_describe")),
 }
-"""Functions that send numbers of ranks without an agreement: measurements, and the sum
-of parts of a mesh."""
+"""Functions that send what ranks have without an agreement: measurements, the sum of
+parts of a mesh, and batches whose sequences ranks share."""
 
 
 def callers(node: ast.AST, names: set[str], within: str = "") -> Iterator[str]:
