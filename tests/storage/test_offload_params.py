@@ -467,7 +467,7 @@ def test_a_view_that_ends_while_its_unit_is_released_is_no_change_of_a_parameter
     release, watch = Gathers.release, Gathers._watch
 
     def releases(self: Gathers, unit: str) -> None:
-        held.extend(flat[:0] for flat in self._live.get(unit, {}).values())
+        held.extend(flat[:0] for flat in self._gathered.get(unit, {}).values())
         release(self, unit)
 
     def watches(self: Gathers, flat: Tensor, key: str) -> None:
