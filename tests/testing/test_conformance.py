@@ -18,6 +18,7 @@ import pytest
 import torch
 from ranks import RankPool
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fzero.testing.conformance import (
     LAWS,
@@ -29,6 +30,7 @@ from fzero.testing.conformance import (
     check_system,
     try_laws,
 )
+from fzero.testing.conformance.jobs import held_nbytes
 from fzero.testing.conformance.own_systems import by_simulation
 from fzero.testing.conformance.ranks import try_here
 from fzero.testing.conformance.reproducers import REPRODUCERS, Reproducer
@@ -99,6 +101,14 @@ def test_fzero_keeps_the_laws_of_training(
 @pytest.mark.parametrize("system", ["fzero", "fzero-engine"])
 def test_fzero_keeps_the_laws_that_need_new_ranks(system: str) -> None:
     check_system(SYSTEMS[system], [LAWS[name] for name in ON_NEW_RANKS])
+
+
+def test_tensors_that_a_capture_has_left_have_no_memory() -> None:
+    with FakeTensorMode() as mode:
+        left = mode.from_tensor(torch.ones(1000))
+    before = held_nbytes()
+    real = torch.ones(1000)
+    assert held_nbytes() - before == real.nbytes and isinstance(left, FakeTensor)
 
 
 # --- faults ---------------------------------------------------------------------------------------
