@@ -252,7 +252,7 @@ class Changes:
     loss: Callable[[LossFn | None], LossFn] | None = None
     """Makes a loss function from the given one, or from None (the model's own output).
     """
-    divides_tokens: bool = False
+    splits_samples: bool = False
     """Whether it divides the tokens of samples along the mesh axis "seq"; without such
     a transform a mesh must not have this axis.
     """
@@ -510,8 +510,8 @@ class AllChanges:
         return own | frozenset[str]().union(*chosen) - self.added - self.sizes.keys()
 
     @property
-    def divides_tokens(self) -> bool:
-        return any(one.divides_tokens for one in self._changes)
+    def splits_samples(self) -> bool:
+        return any(one.splits_samples for one in self._changes)
 
     def batch_fn(self, seq: Any) -> Callable[[Any], Any] | None:
         """The changes of a micro-batch on a rank of the axis `seq`; None for none."""

@@ -78,7 +78,7 @@ class Ulysses:
             forwards=forwards,
             batch=division if self.splits else None,
             loss=(lambda given: _loss_of_part(given, now)) if self.splits else None,
-            divides_tokens=True,
+            splits_samples=True,
             is_exact=True,
         )
 

@@ -23,7 +23,7 @@ class OwnExchange:
     """
 
     def __call__(self, spec: TransformedStep) -> Changes:
-        return Changes(name="sequence_parallel_size", divides_tokens=True, is_exact=True)
+        return Changes(name="sequence_parallel_size", splits_samples=True, is_exact=True)
 
 
 @dataclass
