@@ -33,6 +33,9 @@ SENDERS = {
     ),
     "fzero.profiling.machine": "measures what a collective costs",
     "fzero.testing.collective_laws": "laws of axes and comm hooks",
+    "fzero.testing.conformance.training": "what ranks of any system hold, to compare it",
+    "fzero.sequence.exchange": "tokens and heads of attention: activations",
+    "fzero.sequence.parts": "digests of a batch, which the ranks of a sequence compare",
     "fzero.deepspeed.comm.comm": "the collectives of DeepSpeed's names, for the user's tensors",
 }
 """The modules outside of `fzero.comms` that call a collective, each with its reason."""
