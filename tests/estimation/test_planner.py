@@ -1127,7 +1127,8 @@ def test_tiles_are_proposed_for_a_length_that_needs_them() -> None:
 
 
 def test_a_plan_of_a_long_sequence_has_no_mask_of_all_pairs_of_tokens() -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers  # slow to import, and only this test needs it
+
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     llama = transformers.LlamaConfig(
         vocab_size=64, num_hidden_layers=1, num_key_value_heads=2, use_cache=False, **sizes

@@ -16,23 +16,14 @@ from unittest.mock import patch
 
 import torch
 
-from fzero.testing.conformance.engine_trainer import EngineTrainer
+from fzero.testing.conformance.engine_trainer import EngineTrainer, config_of
 from fzero.testing.conformance.training import Setup, System, Trainer
 
 
-def config_of(setup: Setup) -> dict[str, Any]:
+def deepspeed_config(setup: Setup) -> dict[str, Any]:
     """The configuration of a training; every key is one of its documentation."""
-    fp16 = {
-        "enabled": setup.precision == "fp16",
-        "initial_scale_power": setup.scale_power,
-        "loss_scale_window": setup.scale_window,
-        "hysteresis": 1,
-    }
     zero = {
-        "stage": setup.stage,
-        "stage3_param_persistence_threshold": 0,
         # its defaults hold 2 GB of buckets, whatever the model
-        "reduce_bucket_size": 2**16,
         "allgather_bucket_size": 2**16,
         "stage3_prefetch_bucket_size": 2**16,
         "overlap_comm": False,  # with it, stage 3 on CPUs does not repeat itself
@@ -40,16 +31,13 @@ def config_of(setup: Setup) -> dict[str, Any]:
     }
     in_16_bits = setup.precision != "fp32" and setup.micro_steps > 1
     accumulates = {"data_types": {"grad_accum_dtype": "fp32"}} if in_16_bits else {}
-    return {
-        "gradient_clipping": setup.clip,
-        "gradient_accumulation_steps": setup.micro_steps,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": setup.precision == "bf16"},
-        "fp16": fp16,
-        "communication_data_type": "fp32",
+    return config_of(
+        setup,
+        zero,
+        zero_allow_untested_optimizer=True,
+        communication_data_type="fp32",
         **accumulates,
-    }
+    )
 
 
 def make(setup: Setup, rank: int, world_size: int) -> Trainer:
@@ -63,7 +51,9 @@ def make(setup: Setup, rank: int, world_size: int) -> Trainer:
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda accelerator: True
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    return EngineTrainer(setup, config_of(setup), deepspeed, rank, world_size, source=universal)
+    return EngineTrainer(
+        setup, deepspeed_config(setup), deepspeed, rank, world_size, source=universal
+    )
 
 
 def universal(

@@ -5,7 +5,7 @@ calls.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,31 @@ from fzero.testing.conformance.training import (
     in_real_parts,
     joined,
 )
+
+
+def config_of(setup: Setup, zero: Mapping[str, Any] = {}, **more: Any) -> dict[str, Any]:
+    """The configuration of a training, with further keys of `zero_optimization`, and
+    others.
+    """
+    fp16 = {
+        "enabled": setup.precision == "fp16",
+        "initial_scale_power": setup.scale_power,
+        "loss_scale_window": setup.scale_window,
+        "hysteresis": 1,
+    }
+    own_zero = {
+        "stage": setup.stage,
+        "stage3_param_persistence_threshold": 0,
+        "reduce_bucket_size": 2**16,
+    }
+    return {
+        "gradient_clipping": setup.clip,
+        "gradient_accumulation_steps": setup.micro_steps,
+        "zero_optimization": {**own_zero, **zero},
+        "bf16": {"enabled": setup.precision == "bf16"},
+        "fp16": fp16,
+        **more,
+    }
 
 
 class EngineTrainer:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import fzero
 import fzero.deepspeed as deepspeed
 from fzero.simulation import stacked
-from fzero.testing.conformance.engine_trainer import EngineTrainer
+from fzero.testing.conformance.engine_trainer import EngineTrainer, config_of
 from fzero.testing.conformance.training import (
     Batches,
     Norm,
@@ -24,28 +24,8 @@ from fzero.testing.conformance.training import (
     joined,
 )
 
-
-def config_of(setup: Setup) -> dict[str, Any]:
-    """The configuration of a training."""
-    fp16 = {
-        "enabled": setup.precision == "fp16",
-        "initial_scale_power": setup.scale_power,
-        "loss_scale_window": setup.scale_window,
-        "hysteresis": 1,
-    }
-    zero = {
-        "stage": setup.stage,
-        "stage3_param_persistence_threshold": 0,
-        "reduce_bucket_size": 2**16,
-    }
-    return {
-        "gradient_clipping": setup.clip,
-        "gradient_accumulation_steps": setup.micro_steps,
-        "zero_optimization": zero,
-        "bf16": {"enabled": setup.precision == "bf16"},
-        "fp16": fp16,
-        "data_types": {"grad_accum_dtype": "fp32", "reduce_dtype": "fp32"},
-    }
+IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32", "reduce_dtype": "fp32"}}
+"""Keys: gradients are added up in fp32."""
 
 
 def make_step(
@@ -61,7 +41,7 @@ def make_step(
         more["lr_schedule"] = lambda n: lr * rates(n)
     return fzero.make_train_step(
         in_real_parts(setup.model()),
-        {**config_of(setup), "optimizer": {"type": setup.optimizer, "params": options}},
+        {**config_of(setup, **IN_FP32), "optimizer": {"type": setup.optimizer, "params": options}},
         param_groups=[{"params": re.escape(piece), **dict(own)} for piece, own in setup.groups],
         mesh=mesh,
         compile=compile,
@@ -142,7 +122,7 @@ def by_simulation(setup: Setup, rank: int, world_size: int) -> Trainer:
 
 def by_engine(setup: Setup, rank: int, world_size: int) -> Trainer:
     """DeepSpeed's loop on fzero's engine."""
-    return EngineTrainer(setup, config_of(setup), deepspeed, rank, world_size)
+    return EngineTrainer(setup, config_of(setup, **IN_FP32), deepspeed, rank, world_size)
 
 
 def version() -> str:
