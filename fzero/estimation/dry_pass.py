@@ -107,6 +107,7 @@ class DryPass:
         ledger.write()  # before anything is computed
         ledger.write(part.most)
         ledger.lanes.compute(ledger.label, part.seconds)
+        ledger.send_activations(part.sends)
         ledger.copy_inputs(part.leaves, part.returns)
         ledger.activations = part.now
         if part.kind == "grad":

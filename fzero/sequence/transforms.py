@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -29,14 +29,25 @@ _MIXING = (
 class Ulysses:
     """The transform of `ulysses`."""
 
-    dim: int
-    pad: Mapping[Any, float]
-    whole: frozenset[Any]
-    splits: bool
-    may_count: bool
-    mixes: tuple[str, ...]
+    dim: int = 1
+    pad: Mapping[Any, float] = field(default_factory=dict)
+    whole: frozenset[Any] = frozenset()
+    splits: bool = True
+    may_count: bool = False
+    token_wise: tuple[str, ...] = ()
     in_eval: bool = True
     """Whether a model in evaluation mode has parts of sequences, too."""
+
+    def __str__(self) -> str:
+        """The call that makes it, with the arguments that are not the default.
+
+        >>> print(Ulysses(whole=frozenset({"mask"})))
+        fzero.sequence.ulysses('seq', whole=['mask'])
+        """
+        own, default = asdict(self), asdict(Ulysses())
+        own["whole"] = sorted(self.whole, key=repr)
+        given = [f"{name}={own[name]!r}" for name in own if getattr(self, name) != default[name]]
+        return f"fzero.sequence.ulysses({', '.join([repr(SEQ), *given])})"
 
     def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`. It adds nothing."""
@@ -111,7 +122,7 @@ class Ulysses:
 
     def _check_mixing(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            if isinstance(module, _MIXING) and name not in self.mixes:
+            if isinstance(module, _MIXING) and name not in self.token_wise:
                 raise ValueError(
                     f"ulysses: a model must mix tokens by attention alone, got {name!r}, a "
                     f"{type(module).__name__}, which would see this rank's tokens only; leave the "
