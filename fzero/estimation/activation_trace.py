@@ -201,7 +201,8 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is _DEVICE_OF:  # two of three calls; autograd asks for the device of each tensor
             return args[0].fake_device
-        if func is _WAIT:  # in a step the same tensor
+        if func is _WAIT:  # it returns the same tensor; a fake one is another
+            func(*args)
             return args[0]
         if func in _COLLECTIVES:
             self._sends.append(_send_of(func, args))

@@ -139,7 +139,7 @@ class DryPass:
                     self._end_reduce()
                 case "boundary":
                     pass
-                case "negotiate" | "leave_order" | "end" | "use" | "grad":
+                case "negotiate" | "leave_order" | "end" | "use" | "grad" | "exchange":
                     raise AssertionError(f"a scheduler that follows an order returns no {kind}")
                 case _:
                     assert_never(kind)
