@@ -52,11 +52,6 @@ class Ulysses:
     def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`. It adds nothing."""
         model, loss_fn = spec.model, getattr(spec, "loss_fn", None)
-        if spec.compile == "block":
-            raise ConfigError(
-                "compile: must be 'step' or None with ulysses, got 'block': a block compiled alone "
-                "would hide its attention; pass compile='step'"
-            )
         named = {name: module for name, module in model.named_modules() if _is_called(module)}
         self._check_mixing(model)
         pretrained = [module for module in named.values() if is_pretrained(module)]
@@ -97,6 +92,8 @@ class Ulysses:
         def wrap(name: str, module: nn.Module) -> Callable[..., Any]:
             forward = module.forward
             asks = _asked(module) if is_pretrained(module) else ()
+            # made here, because a compiled block may enter it, not make it
+            mode = Swapping(axis, now, may_count=self.may_count or bool(asks))
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 if not name and self.splits and not now.is_running:
@@ -109,11 +106,11 @@ class Ulysses:
                     return forward(*args, **kwargs)
                 if asks:
                     if not self.splits and active() is None:
-                        now.part = _given_part(args, kwargs, axis)
+                        now.begin(_given_part(args, kwargs, axis))
                     kwargs = _with_positions(module, asks, args, kwargs, now)
                 if active() is not None:
                     return forward(*args, **kwargs)
-                with Swapping(axis, now, may_count=self.may_count or bool(asks)):
+                with mode:
                     return forward(*args, **kwargs)
 
             return run
@@ -136,7 +133,8 @@ def _loss_of_part(given: LossFn | None, now: Now) -> LossFn:
     def loss(model: nn.Module, part: Any) -> Any:
         if not isinstance(part, Part):  # one rank
             return _loss(model, given, part)
-        now.part, now.is_running = part, True
+        now.begin(part)
+        now.is_running = True
         try:
             found = _loss(model, given, part.batch)
         except KeyError as error:
