@@ -397,9 +397,7 @@ def compare_plans(
     changes, seq_size = changes_of(model, given, transforms, loss_fn), seq_size_of(mesh)
     how: dict[str, Any] = {"loss_fn": loss_fn, "device": device, "changes": changes}
     trace = (
-        None
-        if batch is None
-        else trace_activations(model, given, batch, seq_size=seq_size, **how)
+        None if batch is None else trace_activations(model, given, batch, seq_size=seq_size, **how)
     )
     cache = None if answers is None else cache_nbytes(model, given, answers)
 

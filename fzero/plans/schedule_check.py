@@ -66,9 +66,7 @@ number 0 is 'gather a' on rank 0 and missing on rank 1
     )
 
 
-def _check_alike(
-    schedules: Sequence[Sequence[Event]], kinds: Collection[str], start: int
-) -> None:
+def _check_alike(schedules: Sequence[Sequence[Event]], kinds: Collection[str], start: int) -> None:
     """Raises unless the ranks from `start` on have the same events of some kinds."""
     first, *others = ([event for event in one if event.kind in kinds] for one in schedules)
     for rank, other in enumerate(others, start + 1):

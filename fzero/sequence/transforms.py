@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms.mesh import SEQ
-from fzero.config.config import ConfigError
 from fzero.model.transforms import Call, Changes, LossFn, TransformedStep, Wrap
 from fzero.sequence.attention import Now, Swapping, active, is_pretrained, register
 from fzero.sequence.parts import Division, Part, check_counted, check_keys, joined

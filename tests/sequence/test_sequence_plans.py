@@ -50,7 +50,9 @@ def _sent_and_planned(kind: Any, length: int, more: dict[str, Any]) -> tuple[Any
     step(state, whole)
     found: dict[str, int] = {}
     nbytes = 0
-    for each in (each for each in records if each.axis == "seq" and each.label.purpose != "compare"):
+    for each in (
+        each for each in records if each.axis == "seq" and each.label.purpose != "compare"
+    ):
         name = f"{each.collective} of activations"
         found[name] = found.get(name, 0) + each.num_elements
         nbytes += each.nbytes
@@ -138,7 +140,11 @@ def test_ranks_that_share_a_sequence_are_planned_with_their_part_of_it() -> None
     two = compare_plans(model, settings(3), batch=long, **shared)["stage 3"]
     # in fp64 scores of (128, 128) of half of the heads are twice those of (64, 64) of all
     assert two.activations < 1.5 * one.activations
-    assert two.activations < compare_plans(model, settings(3), batch=long, loss_fn=loss_fn)["stage 3"].activations / 1.8
+    assert (
+        two.activations
+        < compare_plans(model, settings(3), batch=long, loss_fn=loss_fn)["stage 3"].activations
+        / 1.8
+    )
     assert two.sent_by_axis["seq"] > 0 and "seq" not in one.sent_by_axis
     assert two.tokens == 2 * one.tokens
     assert two.step.timeline.sent_by_axis["seq"] == two.sent_by_axis["seq"]
@@ -156,7 +162,7 @@ def test_what_fits_on_ranks_that_share_sequences_has_their_batch_and_their_trans
     assert roomy.config["train_batch_size"] == 8
     least = min(rung.nbytes("device") for rung in roomy.ladder)
     tight = fit(model, settings(0), device_nbytes=1.05 * least, **shared)
-    assert [type(one).__name__ for one in tight.transforms][0] == "Ulysses"
+    assert type(tight.transforms[0]).__name__ == "Ulysses"
     assert len(tight.transforms) > 1 and "fzero.sequence.ulysses('seq'), " in str(tight)
     assert tight.best.sent_by_axis["seq"] > roomy.best.sent_by_axis["seq"]  # checkpoints
 
@@ -182,7 +188,7 @@ def test_the_command_line_plans_ranks_that_share_sequences(
     best = _cli(capsys, "--model 30M --sequence 4096 --seq 3 --fit 1GB")["best"]
     assert best["sent"]["seq"] > 0
     with pytest.raises(SystemExit):
-        plan_model("--model 30M --sequence 4096 --world 3 --seq 2".split())
+        plan_model(["--model", "30M", "--sequence", "4096", "--world", "3", "--seq", "2"])
     assert "--seq must divide the --world of 3 ranks" in capsys.readouterr().err
 
 
@@ -222,5 +228,5 @@ def test_the_checker_knows_the_exchanges_of_ranks_that_share_samples(
     place = next(n for n, event in enumerate(schedules[3]) if event.kind == "exchange")
     less = [*schedules[:3], [*schedules[3][:place], *schedules[3][place + 1 :]]]
     check_schedules(less, rules[0])
-    with pytest.raises(ScheduleError, match="'exchange seq' on rank 2 and .* on rank 3"):
+    with pytest.raises(ScheduleError, match=r"'exchange seq' on rank 2 and .* on rank 3"):
         check_schedules(less, rules[0], seq_size=2)
