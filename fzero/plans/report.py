@@ -19,18 +19,15 @@ ByAxis = Mapping[str, Mapping[str, int]]
 """Elements or bytes that a rank sends, by axis and collective."""
 
 
-def unit_table(
-    units: Sequence[UnitPlan], mesh: Mesh, seq_size: int, *, stage: Stage, is_counted: bool
-) -> Table:
-    """One line for each flat buffer; see `Plan`. `is_counted`: whether the plan counts
-    collectives of activations.
-    """
+def unit_table(units: Sequence[UnitPlan], mesh: Mesh, seq_size: int, *, stage: Stage) -> Table:
+    """One line for each flat buffer; see `Plan`."""
     ranks = describe(unfolded(mesh, seq_size))
     table = Table(title=f"ZeRO stage {stage} on {ranks}", title_justify="left")
     if seq_size > 1:
         table.caption_justify = "left"
-        table.caption = f"{seq_size} neighbouring ranks share the tokens of a sample" + (
-            "; fzero.estimation.plan_for(step, batch) counts their all-to-alls" * (not is_counted)
+        table.caption = (
+            f"{seq_size} neighbouring ranks share the tokens of a sample; fzero.estimation."
+            f"plan_for(step, batch) counts their all-to-alls"
         )
     table.add_column("unit")
     table.add_column("flat buffer")

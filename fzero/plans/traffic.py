@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from fzero.comms.comm_hooks import CommHook
 from fzero.comms.records import messages
@@ -52,18 +52,25 @@ class ActivationSend(NamedTuple):
     dtype: str
 
 
+class HasActivations(Protocol):
+    """A plan."""
+
+    @property
+    def activation_sends(self) -> Sequence[ActivationSend]: ...
+    @property
+    def num_micro_steps(self) -> int: ...
+
+
 def with_activations(
-    sent: dict[str, dict[str, int]],
-    sends: Sequence[ActivationSend],
-    *,
-    num_micro_steps: int,
-    size: Size,
+    sent: dict[str, dict[str, int]], plan: HasActivations, size: Size
 ) -> dict[str, dict[str, int]]:
     """The traffic by axis, with the collectives of activations."""
     found = {axis: dict(of_axis) for axis, of_axis in sent.items()}
-    for one in sends:
+    for one in plan.activation_sends:
         of_axis, name = found.setdefault(one.axis, {}), f"{one.collective} of activations"
-        of_axis[name] = of_axis.get(name, 0) + num_micro_steps * size(one.numel, one.dtype, None)
+        of_axis[name] = of_axis.get(name, 0) + plan.num_micro_steps * size(
+            one.numel, one.dtype, None
+        )
     return found
 
 

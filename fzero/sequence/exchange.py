@@ -243,7 +243,8 @@ _swap.register_autograd(_swap_back, setup_context=_keep)
 def _swapped(x: Tensor, axis: Axis | Numbered) -> Tensor:
     """Part r of `x` goes to rank r."""
     if isinstance(axis, Numbered):
-        return _swap(x, axis.number, "forward")
+        swapped: Tensor = _swap(x, axis.number, "forward")
+        return swapped
     return all_to_all(x, axis, label=SWAP)
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fzero.comms.axes import ProcessAxis
+from fzero.comms.mesh import SEQ
+from fzero.comms.primitives import all_reduce
 from fzero.tiling.cross_entropy import linear_cross_entropy
 
 Reduction = Literal["none", "sum", "mean"]
@@ -83,18 +85,21 @@ def vocab_parallel_linear_cross_entropy(
     )
     if reduction == "mean":
         count = count.float()
-        if _size(sp_group) > 1:
-            dist.all_reduce(count, group=sp_group)
+        if sp_group is not None:
+            count = all_reduce(count, _axis(sp_group))
         total = total / count.clamp(min=1)
-    if _size(sp_group) == 1:
+    if sp_group is None:
         return total
-    whole = total.detach().clone()
-    dist.all_reduce(whole, group=sp_group)
+    whole = all_reduce(total.detach(), _axis(sp_group))
     return total + (whole - total.detach())
 
 
 def _size(group: Any) -> int:
-    return 1 if group is None else dist.get_world_size(group)
+    return 1 if group is None else int(group.size())
+
+
+def _axis(group: Any) -> ProcessAxis:
+    return ProcessAxis(SEQ, group.size(), group.rank(), group)
 
 
 def _losses(
