@@ -53,6 +53,7 @@ BUDGETS = {
     "data": 200,
     "deepspeed_layer": 600,
     "cli": 60,
+    "curvature": 200,
     "digests": 300,
     "docs": 600,
     "estimation": 300,

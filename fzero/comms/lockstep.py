@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fzero.common.forward_mode import LEVEL
 from fzero.common.random_states import random_states, set_random_states
 
 T = TypeVar("T")
@@ -160,7 +161,7 @@ class Hub:
         return [found.get(other, value) for other in range(self.size)]
 
     def _wait(self, message: tuple[int, int, int]) -> None:
-        if torch.autograd.forward_ad._current_level >= 0:
+        if LEVEL.is_open and not LEVEL.is_shared:
             raise ValueError(
                 "simulate: ranks in lockstep must not gather inside forward-mode differentiation "
                 "(torch.func.jvp, jacfwd), whose levels are those of the process and not of a "
