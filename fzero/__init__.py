@@ -98,7 +98,7 @@ else:
             "verbs": "gather optimizer_update reduce_scatter_grads shard specs_of",
             "": "checkpoint comms common config curvature deepspeed digests engine estimation generation graph "
             "integrations launch optim "
-            "plans profiling resharding runtime sequence simulation state step storage testing tiling tuning verbs",
+            "per_sample plans profiling resharding runtime sequence simulation state step storage testing tiling tuning verbs",
         },
     )
 

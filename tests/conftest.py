@@ -64,6 +64,7 @@ BUDGETS = {
     "laws": 1500,
     "model": 300,
     "optim": 300,
+    "per_sample": 200,
     "pipeline": 300,
     "plans": 60,
     "profiling": 120,

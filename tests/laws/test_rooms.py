@@ -57,6 +57,7 @@ MAY_IMPORT: dict[str, str] = {
     "checkpoint": f"{STEP} resharding",
     "digests": f"{STEP} resharding checkpoint",
     "generation": f"{STEP} resharding",
+    "per_sample": STEP,
     "profiling": f"{STEP} resharding estimation",
     "deepspeed": (
         f"fzero {STEP} resharding estimation checkpoint profiling generation attention sequence "
