@@ -12,6 +12,9 @@ from fzero.common.doors import door
 
 if TYPE_CHECKING:
     from fzero.curvature import products as products
+    from fzero.curvature.products import gradient as gradient
     from fzero.curvature.vectors import VectorSpace as VectorSpace, space as space
 else:
-    __getattr__, __dir__, __all__ = door(__name__, {"vectors": "VectorSpace space", "": "products vectors"})
+    __getattr__, __dir__, __all__ = door(
+        __name__, {"products": "gradient", "vectors": "VectorSpace space", "": "products vectors"}
+    )

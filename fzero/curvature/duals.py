@@ -19,6 +19,20 @@ from fzero.common.forward_mode import LEVEL
 from fzero.model.transforms import Number, Pulled, PulledGrad, Tensors
 
 
+def dual(primal: Tensor, tangent: Tensor) -> Tensor:
+    """A view of a tensor with a tangent."""
+    made: Tensor = forward_ad.make_dual(primal, tangent)  # type: ignore[no-untyped-call]
+    return made
+
+
+def parts_of(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A tensor without its tangent, and the tangent, if there is one."""
+    if not LEVEL.is_open:
+        return x, None
+    primal, tangent = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
+    return primal, tangent
+
+
 @dataclass(frozen=True, slots=True)
 class DualView:
     """The view (`ParamView`) of a parameter p that makes it p + ε v.
@@ -44,11 +58,10 @@ class DualView:
 
     def value(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
         own = x.clone(memory_format=torch.contiguous_format) if self.copies else x
-        return forward_ad.make_dual(own, self.tangent) if LEVEL.is_open else own
+        return dual(own, self.tangent) if LEVEL.is_open else own
 
     def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
-        found = forward_ad.unpack_dual(grad.whole) if LEVEL.is_open else (grad.whole, None)
-        primal, tangent = found
+        primal, tangent = parts_of(grad.whole)
         if self.gives == "value":
             return Pulled(PulledGrad(primal))
         return Pulled(PulledGrad(torch.zeros_like(primal) if tangent is None else tangent))

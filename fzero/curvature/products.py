@@ -25,13 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fzero.common.arguments import check_callable, refuse_without_grad
 from fzero.common.forward_mode import LEVEL
 from fzero.comms import collectives
-from fzero.curvature.duals import DualView
-from fzero.curvature.vectors import Vector, VectorSpace
+from fzero.curvature.duals import DualView, dual, parts_of
+from fzero.curvature.vectors import HasRuntime, Vector, VectorSpace
 from fzero.model.binding import random_state
 from fzero.runtime import phases
 from fzero.runtime.batches import loss_of_batch
@@ -50,6 +49,16 @@ State = TrainState[Tensor]
 def hvp(run: StepRuntime, state: State, batch: Any, vector: Vector) -> dict[str, Tensor]:
     """See `TrainStep.hvp`."""
     return _product(run, state, batch, vector, call="step.hvp", gives="tangent")
+
+
+def gradient(step: HasRuntime, state: State, batch: Any) -> dict[str, Tensor]:
+    """The gradient of the loss as a vector of `space(step)`; the state is unchanged.
+
+    *Collective:* every rank; sends what a gradient does.
+    """
+    return _product(
+        step.runtime, state, batch, None, call="fzero.curvature.gradient", gives="value"
+    )
 
 
 def gnvp(
@@ -72,14 +81,14 @@ def gnvp(
             raise ValueError(
                 f"gnvp: outputs must return a tensor, got {type(z).__name__}; concatenate them"
             )
-        z, z_tangent = forward_ad.unpack_dual(z)
+        z, z_tangent = parts_of(z)
         tangent = torch.zeros_like(z) if z_tangent is None else z_tangent.detach()
         with torch.enable_grad():
-            leaf = forward_ad.make_dual(z.detach().requires_grad_(), tangent)
+            leaf = dual(z.detach().requires_grad_(), tangent)
             value = loss(leaf, micro_batch)
             total, weight = value if isinstance(value, tuple) else (value, None)
             (grad,) = torch.autograd.grad(total, leaf)
-        u = forward_ad.unpack_dual(grad).tangent
+        _, u = parts_of(grad)
         u = torch.zeros_like(z) if u is None else u.detach()
         product = (z * u).sum()
         return product if weight is None else (product, weight)
@@ -98,13 +107,13 @@ def _product(
     run: StepRuntime,
     state: State,
     batch: Any,
-    vector: Vector,
+    vector: Vector | None,
     *,
     call: str,
     gives: str,
 ) -> dict[str, Tensor]:
-    """The gradient of the loss with dual parameters: its tangent, or its value.
-    *Collective:* every rank.
+    """The gradient of the loss with dual parameters: its tangent, or its value. Without
+    a vector the parameters have no tangents. *Collective:* every rank.
     """
     space = VectorSpace(run)
     check_product(run, call)
@@ -114,7 +123,8 @@ def _product(
             f"{call}: must not have a reduce_hook with a state, whose errors are of gradients, got "
             f"one for {next(iter(state.hook_states))!r}; make a step without it"
         )
-    space.check(vector, call)
+    if vector is not None:
+        space.check(vector, call)
     micro_batches = list(run.batches.split(batch))
     collectives.next_step(run.mesh.world)
     run.learned.model_check.check_at_step(partial(differing, run, state), partial(on_any_rank, run))
@@ -124,9 +134,11 @@ def _product(
         )
         for b in space.buffers
     }
-    tangents = space.full_in_compute_dtype(vector)
+    tangents = {} if vector is None else space.full_in_compute_dtype(vector)
+    dtypes = {key: x.dtype for key, x in (grads if vector is None else vector).items()}
     with ExitStack() as stack, random_state(state.rng, run.device):
-        stack.enter_context(LEVEL.inside(call))
+        if vector is not None:
+            stack.enter_context(LEVEL.inside(call))
         window = _window(run, state._replace(grads=grads), tangents, gives)
         del tangents
         for index, micro_batch in enumerate(micro_batches):
@@ -150,7 +162,7 @@ def _product(
         _, total = mean_of(rows_M2, is_sum=window.is_sum)
         multiple = run.rules.loss.multiple(total, state.loss_scale.scale)
         return {
-            b.key: updated_part(grads[b.key], b, run.mesh.shard).to(vector[b.key].dtype) / multiple
+            b.key: updated_part(grads[b.key], b, run.mesh.shard).to(dtypes[b.key]) / multiple
             for b in space.buffers
         }
 
@@ -161,9 +173,7 @@ def _window(
     """An accumulation window whose parameters have tangents."""
     transfer, num_updates = run.offload.transfer(run.scratch), read_later(state.step)
     views = {
-        name: (
-            DualView(tangent, run.inner_plan.param_units[name][0].gathered_numel > 0, gives),
-        )
+        name: (DualView(tangent, run.inner_plan.param_units[name][0].gathered_numel > 0, gives),)
         for name, tangent in tangents.items()
     }
     work = ForwardBackward(

@@ -17,12 +17,13 @@ columns of a weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 BUDGET = 1 << 20
@@ -183,14 +184,15 @@ def _conv(layer: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor) -> Mapping[str,
     if x.dim() == 3:  # one more place, so that both are of images
         x, grad = x[:, :, None], grad[:, :, None]
 
-    def pair(value: Any) -> tuple[int, int]:
-        return (value[0], value[1]) if len(value) == 2 else (0 if value is layer.padding else 1, value[0])
+    def pair(value: Sequence[int], first: int = 1) -> tuple[int, int]:
+        return (value[0], value[1]) if len(value) == 2 else (first, value[0])
 
-    parts = F.unfold(
+    assert not isinstance(layer.padding, str)
+    parts: Tensor = F.unfold(
         x,
         pair(layer.kernel_size),
         dilation=pair(layer.dilation),
-        padding=pair(layer.padding),
+        padding=pair(layer.padding, 0),
         stride=pair(layer.stride),
     )  # (B, C · places of the kernel, T)
     rows = grad.flatten(2)
@@ -199,7 +201,9 @@ def _conv(layer: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor) -> Mapping[str,
         weight: Use = Outer(rows.transpose(1, 2), parts.transpose(1, 2), rows.shape[1])
     else:
         by_group = torch.einsum(
-            "bgrt,bgct->bgrc", rows.unflatten(1, (groups, -1)), parts.unflatten(1, (groups, -1))
+            "bgrt,bgct->bgrc",
+            rearrange(rows, "b (g r) t -> b g r t", g=groups),
+            rearrange(parts, "b (g c) t -> b g c t", g=groups),
         )
         weight = Whole(by_group.reshape(num, -1))
     return {"weight": weight, "bias": bias}

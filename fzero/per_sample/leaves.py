@@ -96,7 +96,9 @@ class Leaf:
                     allow_unused=True,
                     materialize_grads=True,
                 )
-            rows.append([x.flatten().float() if x.dtype.itemsize < 4 else x.flatten() for x in found])
+            rows.append(
+                [x.flatten().float() if x.dtype.itemsize < 4 else x.flatten() for x in found]
+            )
         return [torch.stack(own) for own in zip(*rows, strict=True)]
 
 

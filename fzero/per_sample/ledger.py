@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import optree
@@ -143,7 +142,7 @@ class Ledger:
 
         kept = [given[index].detach() for index in places]
         kept = [self._for_each(x) for x in kept] if is_shared else kept
-        outputs = Tap.apply(
+        outputs = Tap.apply(  # type: ignore[no-untyped-call]
             self.probe, sees, len(tapped), *(parts[i] for i in tapped), *kept, *params
         )
         for index, x in zip(tapped, outputs, strict=True):

@@ -75,7 +75,7 @@ class PrivateStep:
                 own = updated_part(home, b, run.mesh.shard)
                 start = run.mesh.shard * b.shard_numel if own.numel() < b.padded_numel else 0
                 last = min(start + own.numel(), b.layout.numel)
-                for chunk in range(start // CHUNK, math.ceil(last / CHUNK)):
+                for chunk in range(start // CHUNK, math.ceil(last / CHUNK) if last > start else 0):
                     first, stop = max(start, chunk * CHUNK), min(last, (chunk + 1) * CHUNK)
                     drawn = _drawn(f"{self.seed}/{count}/{b.key}/{chunk}", own.device)
                     part = drawn[first - chunk * CHUNK : stop - chunk * CHUNK]

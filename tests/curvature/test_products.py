@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import RankError, RankPool
+from ranks import RankPool
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp
 
@@ -168,7 +168,7 @@ def test_simulated_ranks_have_the_bits_of_processes(ranks: RankPool, stage: int,
 
 
 def test_a_mesh_of_nodes_has_the_same_products() -> None:
-    hv, gv = plain()
+    hv, _ = plain()
     mesh = Mesh.of(node=2, data=2)
     simulated = fzero.simulate(step_of(3), mesh=mesh, world_size=4, by="lockstep")
     states = simulated.states_of(simulated.init())
@@ -195,15 +195,14 @@ def gathers_of(stage: int) -> tuple[Counter[str], Counter[str], int]:
     step = step_of(stage).observed(lambda record: sent.append(record.label.purpose))
     state, space = step.init(), fzero.curvature.space(step)
     own, v = batch_of(), space.normal(0)
-    counts = []
-    for call in (lambda: step(state, own)[0], lambda: step.hvp(state, own, v)):
-        made = call()
-        state = made if isinstance(made, fzero.TrainState) else state
-        sent.clear()
-        made = call()
-        state = made if isinstance(made, fzero.TrainState) else state
-        counts.append(Counter(sent))
-    return counts[0], counts[1], len(space.buffers)
+    state, _ = step(state, own)
+    step.hvp(state, own, v)
+    sent.clear()
+    step.hvp(state, own, v)
+    of_product = Counter(sent)
+    sent.clear()
+    step(state, own)
+    return Counter(sent), of_product, len(space.buffers)
 
 
 def test_a_product_gathers_each_unit_once_more_than_a_step(ranks: RankPool) -> None:
@@ -280,34 +279,36 @@ def test_products_that_cannot_be_made_are_refused_by_name(what: str) -> None:
     state, space = step.init(), fzero.curvature.space(step)
     v = space.normal(0)
     if what == "a captured step":
-        with pytest.raises(ValueError, match="step.hvp: must be of an eager step .* 'step'"):
+        with pytest.raises(ValueError, match=r"step.hvp: must be of an eager step .* 'step'"):
             step.hvp(state, batch_of(), v)
     elif what == "a view":
-        with pytest.raises(ValueError, match="step.hvp: must be of .* views of parameters"):
+        with pytest.raises(ValueError, match=r"step.hvp: must be of .* views of parameters"):
             step.hvp(state, batch_of(), v)
     elif what == "no grad":
-        with torch.no_grad(), pytest.raises(RuntimeError, match="gradients enabled"):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"gradients enabled"):
             step.hvp(state, batch_of(), v)
     elif what == "inside jvp":
-        with torch.autograd.forward_ad.dual_level():
-            with pytest.raises(RuntimeError, match="step.hvp: must not be called inside"):
-                step.hvp(state, batch_of(), v)
+        with (
+            torch.autograd.forward_ad.dual_level(),
+            pytest.raises(RuntimeError, match=r"step.hvp: must not be called inside"),
+        ):
+            step.hvp(state, batch_of(), v)
     else:
         key = next(iter(v))
-        with pytest.raises(ValueError, match=f"step.hvp: vector\\['{key}'\\] must be a tensor"):
+        with pytest.raises(ValueError, match=rf"step.hvp: vector\['{key}'\] must be a tensor"):
             step.hvp(state, batch_of(), v | {key: v[key][1:]})
-        with pytest.raises(ValueError, match="trained flat buffers only, got 'more'"):
+        with pytest.raises(ValueError, match=r"trained flat buffers only, got 'more'"):
             step.hvp(state, batch_of(), v | {"more": v[key]})
-        with pytest.raises(ValueError, match="'frozen.weight' must be of a trained parameter"):
+        with pytest.raises(ValueError, match=r"'frozen.weight' must be of a trained parameter"):
             space.shard({"frozen.weight": torch.zeros(8, 8)})
-        with pytest.raises(ValueError, match="'first.weight' must have the shape"):
+        with pytest.raises(ValueError, match=r"'first.weight' must have the shape"):
             space.shard({"first.weight": torch.zeros(4, 8)})
 
 
 def test_an_operator_without_forward_mode_raises_pytorchs_own_error() -> None:
     step = step_of(3, lambda model, batch: mean_of(Doubled.apply(model(batch.x)), batch))
     state, space = step.init(), fzero.curvature.space(step)
-    with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"jvp"):
         step.hvp(state, batch_of(), space.normal(0))
     other = step_of(3)  # the level of forward mode is closed again
     found = other.hvp(other.init(), batch_of(), fzero.curvature.space(other).normal(0))

@@ -4,7 +4,6 @@ noise of DP-SGD.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from typing import Any
 
@@ -35,7 +34,10 @@ class Zoo(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH, padding_idx=0), nn.Embedding(LENGTH, WIDTH)
+        self.words, self.places = (
+            nn.Embedding(WORDS, WIDTH, padding_idx=0),
+            nn.Embedding(LENGTH, WIDTH),
+        )
         self.norm, self.rms = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.down.weight = self.up.weight
@@ -181,9 +183,7 @@ def counts(clips: bool) -> Counter[str]:
     step = step_of(3, MEDIAN)
     if not clips:
         mean = lambda model, batch: loss_of_each(model, batch).mean()  # noqa: E731
-        step = fzero.make_train_step(
-            model_of(), step.spec.cfg, loss_fn=mean, units=UNITS
-        )
+        step = fzero.make_train_step(model_of(), step.spec.cfg, loss_fn=mean, units=UNITS)
     step = step.observed(lambda record: sent.append(record.label.purpose))
     size = NUM // step.world_size
     own = batch_of(slice(step.rank * size, (step.rank + 1) * size))
@@ -233,14 +233,19 @@ def test_dot_products_are_those_of_the_gradients(pair: list[Use], budget: int) -
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that is made inside."""
+    """The elements of the largest tensor that is made inside, which is no view of one of
+    these.
+    """
 
-    numel = 0
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.numel, self._given = 0, {x.untyped_storage().data_ptr() for x in given}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         made = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
-        self.numel = max([self.numel, *(x.untyped_storage().nbytes() // x.itemsize for x in made)])
+        new = [x.numel() for x in made if x.untyped_storage().data_ptr() not in self._given]
+        self.numel = max([self.numel, *new])
         return out
 
 
@@ -249,10 +254,11 @@ def test_measuring_keeps_no_more_than_a_parameter(
     monkeypatch: pytest.MonkeyPatch, tokens: int, width: int
 ) -> None:
     monkeypatch.setattr(factors, "BUDGET", 0)
-    use = Outer(torch.randn(32, tokens, width), torch.randn(32, tokens, width), width)
-    with Largest() as largest:
+    left, right = torch.randn(32, tokens, width), torch.randn(32, tokens, width)
+    use = Outer(left, right, width)
+    with Largest(left, right) as largest:
         dot(use, use)
-    assert largest.numel <= width * width < 32 * min(2 * tokens**2, width**2)
+    assert largest.numel <= width * width  # of 32 · width² of all samples' gradients
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -267,13 +273,15 @@ def small_step(model: nn.Module, loss_fn: Any = None, **how: Any) -> fzero.Train
 
 
 def test_a_model_that_mixes_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match="got BatchNorm1d '1', whose output depends on"):
+    with pytest.raises(ValueError, match=r"got BatchNorm1d '1', whose output depends on"):
         small_step(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
 
 
 def test_a_loss_that_is_no_number_for_each_sample_is_refused() -> None:
     step = small_step(nn.Linear(3, 3), lambda model, x: model(x).square().mean())
-    with pytest.raises(ValueError, match=r"must return the loss of each of 4 samples, .* got shape"):
+    with pytest.raises(
+        ValueError, match=r"must return the loss of each of 4 samples, .* got shape"
+    ):
         step(step.init(), torch.randn(4, 3))
 
 
@@ -287,27 +295,25 @@ def test_an_input_without_samples_is_refused_with_the_fix() -> None:
             return self.last(x + self.place(torch.arange(3)).sum(0))
 
     step = small_step(Positions())
-    with pytest.raises(ValueError, match="'place' must have a first dimension of 4 .* broadcast="):
+    with pytest.raises(ValueError, match=r"'place' must have a first dimension of 4 .* broadcast="):
         step(step.init(), torch.randn(4, 3))
 
 
 def test_what_clip_cannot_have_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="max_norm must be a positive number, got -1"):
+    with pytest.raises(ValueError, match=r"max_norm must be a positive number, got -1"):
         fzero.per_sample.clip(-1)
-    with pytest.raises(ValueError, match="broadcast must name modules of the model, got 'places'"):
+    with pytest.raises(ValueError, match=r"broadcast must name modules of the model, got 'places'"):
         small_step(nn.Linear(3, 3), transforms=[fzero.per_sample.clip(1.0, broadcast=["places"])])
-    with pytest.raises(ConfigError, match="gradient_clipping: must be 0 with per_sample.clip"):
+    with pytest.raises(ConfigError, match=r"gradient_clipping: must be 0 with per_sample.clip"):
         cfg = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "gradient_clipping": 1.0}
         fzero.make_train_step(
             nn.Linear(3, 3), cfg, loss_fn=loss_of_each, transforms=[fzero.per_sample.clip(1.0)]
         )
-    with pytest.raises(ValueError, match="needs a loss_fn that returns the loss of each sample"):
+    with pytest.raises(ValueError, match=r"needs a loss_fn that returns the loss of each sample"):
         cfg = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "gradient_clipping": 0}
-        step = fzero.make_train_step(
-            nn.Linear(3, 3), cfg, transforms=[fzero.per_sample.clip(1.0)]
-        )
+        step = fzero.make_train_step(nn.Linear(3, 3), cfg, transforms=[fzero.per_sample.clip(1.0)])
         step(step.init(), torch.randn(4, 3))
-    with pytest.raises(ValueError, match="draw no random numbers, got dropout 0.5 in 'dropout'"):
+    with pytest.raises(ValueError, match=r"draw no random numbers, got dropout 0.5 in 'dropout'"):
 
         class Own(nn.Module):
             def __init__(self) -> None:
@@ -315,7 +321,7 @@ def test_what_clip_cannot_have_is_refused_by_name() -> None:
                 self.scale, self.dropout = nn.Parameter(torch.ones(3)), nn.Dropout(0.5)
 
         small_step(Own())
-    with pytest.raises((ValueError, RuntimeError), match="per_sample.clip: must be of an eager"):
+    with pytest.raises((ValueError, RuntimeError), match=r"per_sample.clip: must be of an eager"):
         step = small_step(nn.Linear(3, 3), compile="step", compile_backend="aot_eager")
         step(step.init(), torch.randn(4, 3))
 
@@ -323,13 +329,13 @@ def test_what_clip_cannot_have_is_refused_by_name() -> None:
 # --- noise ----------------------------------------------------------------------------------------
 
 
-def private_updates(stage: int, noise: float) -> dict[str, Tensor]:
-    """The weights after two private steps."""
+def private_updates(stage: int, noise: float, num: int) -> dict[str, Tensor]:
+    """The weights after some private steps."""
     step = step_of(stage, MEDIAN)
     private = fzero.per_sample.private(step, noise=noise, seed=7)
     state, size = step.init(), NUM // step.world_size
     own = batch_of(slice(step.rank * size, (step.rank + 1) * size))
-    for _ in range(2):
+    for _ in range(num):
         state, _ = private(state, own)
     return step.gather(state)
 
@@ -344,16 +350,15 @@ def two_updates(stage: int) -> dict[str, Tensor]:
 
 
 def test_noise_is_the_same_in_every_stage_and_number_of_ranks(ranks: RankPool) -> None:
-    expected = private_updates(0, 1.0)
+    expected = private_updates(0, 1.0, 1)
     for world_size, stage in ((2, 0), (2, 1), (2, 2), (2, 3), (4, 3)):
-        for found in ranks(world_size, private_updates, stage, 1.0):
+        for found in ranks(world_size, private_updates, stage, 1.0, 1):
             for name in expected:
-                # two updates, whose gradients differ by rounding
-                assert (found[name] - expected[name]).abs().max() < 10 * ROUNDING, name
+                assert (found[name] - expected[name]).abs().max() < ROUNDING, name
 
 
 def test_without_noise_a_private_step_is_the_step() -> None:
-    plain, private = two_updates(3), private_updates(3, 0.0)
+    plain, private = two_updates(3), private_updates(3, 0.0, 2)
     assert all(torch.equal(plain[name], private[name]) for name in plain)
 
 
@@ -388,14 +393,9 @@ def test_noise_has_its_deviation_and_differs_between_updates() -> None:
 
 def test_a_private_step_needs_a_step_that_clips() -> None:
     step = step_of(1, float("inf"))
-    with pytest.raises(ValueError, match="private: must be given a step with one fzero.per_sample"):
+    with pytest.raises(
+        ValueError, match=r"private: must be given a step with one fzero.per_sample"
+    ):
         fzero.per_sample.private(step, noise=1.0, seed=0)
-    with pytest.raises(ValueError, match="private: noise must be a number of at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"private: noise must be a number of at least 0, got -1"):
         fzero.per_sample.private(step_of(1, 1.0), noise=-1, seed=0)
-
-
-def test_measuring_leaves_the_model_as_it_was() -> None:
-    model = model_of()
-    before = copy.deepcopy(model.__dict__.keys())
-    step_of(0, MEDIAN)
-    assert model.__dict__.keys() == before
