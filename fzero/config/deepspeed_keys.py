@@ -295,8 +295,6 @@ INNER = {
         writer.data_parallel writer.decoupled writer.io_multiplier""",
     "comet": """enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode""",
     "comms_logger": "enabled verbose prof_all debug prof_ops",
-    "comms_config": "*",
-    "monitor_config": "*",
     "compile": """deepcompile free_activation free_activation_threshold offload_activation
         offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log offload_parameters
         sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors
