@@ -227,9 +227,11 @@ _REMOVE = "remove it to run without"
 REFUSED = {
     "amp": "use bf16, fp16 or torch_autocast",
     **dict.fromkeys(("weight_quantization", "quantize_training"), _REMOVE),
+    **dict.fromkeys(("tensor_parallel", "expert_parallel"), _REMOVE),
     **dict.fromkeys(
-        ("tensor_parallel", "expert_parallel", "sequence_parallel_size", "data_parallel_size"),
-        _REMOVE,
+        ("sequence_parallel_size", "data_parallel_size"),
+        "deepspeed.initialize takes it; for a step pass mesh=Mesh.of(data=…, seq=…) and "
+        "transforms=[fzero.sequence.ulysses('seq')]",
     ),
     "zero_optimization.cpu_offload": (
         "it must be true, which is offload_optimizer with device 'cpu', or false"

@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, str] = {
     "integrations": "deepspeed",
     "tuning": f"fzero {STEP} estimation profiling launch cli",
     "launch": "common comms config",
-    "cli": f"fzero {STEP} estimation profiling digests testing",
+    "cli": f"fzero {STEP} estimation profiling digests testing sequence",
     "testing": f"fzero {STEP} resharding checkpoint deepspeed",
     "fzero": "*",
     "__main__": "*",

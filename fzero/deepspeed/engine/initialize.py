@@ -94,7 +94,8 @@ def initialize(
         dist_init_required: False raises where the process group is not initialised yet.
         collate_fn: the collate function of the loader.
         config, config_params: a mapping in DeepSpeed's schema, the path of a file, a
-            base64 string, or a `Config`.
+            base64 string, or a `Config`. The keys `sequence_parallel_size` and
+            `data_parallel_size` are a `mesh_param`.
         mesh_param: (data-parallel ranks, ranks that share a sequence).
         units, schedule, checkpoint, seed: as for `make_train_step`; fzero's own.
 
@@ -114,6 +115,7 @@ def initialize(
     assert isinstance(model, nn.Module)
     check_no_inference("initialize")
     _check_makers(optimizer, lr_scheduler)
+    _, shared = sequences.without_keys(source)
     cfg, keys = engine_keys.read(source)
     trains = optimizer is not None or "optimizer" in cfg.model_fields_set
     prepare(model, keys, mpu)
@@ -137,7 +139,7 @@ def initialize(
         cfg.warn_of_no_effect(model)
         _keep_in_fp32(model, cfg)
         how: dict[str, Any] = {"units": units, "schedule": schedule, "seed": seed}
-        seq_size = sequences.check_asked(mpu, mesh_param)
+        seq_size = sequences.check_asked(mpu, mesh_param, shared)
         step = _step(model, cfg, groups, checkpoint=checkpoint, seq_size=seq_size, **how)
         check_same(step.runtime.world, {"configuration": compared(keys)})
         check_mpu(mpu, step.world_size // seq_size)
