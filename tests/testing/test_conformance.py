@@ -30,7 +30,7 @@ from fzero.testing.conformance import (
     check_system,
     try_laws,
 )
-from fzero.testing.conformance.jobs import held_nbytes
+from fzero.testing.conformance.jobs import held_nbytes, nbytes_sent
 from fzero.testing.conformance.own_systems import by_simulation
 from fzero.testing.conformance.ranks import try_here
 from fzero.testing.conformance.reproducers import REPRODUCERS, Reproducer
@@ -109,6 +109,13 @@ def test_tensors_that_a_capture_has_left_have_no_memory() -> None:
     before = held_nbytes()
     real = torch.ones(1000)
     assert held_nbytes() - before == real.nbytes and isinstance(left, FakeTensor)
+
+
+def test_counting_the_bytes_sent_leaves_no_file_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        nbytes_sent()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # --- faults ---------------------------------------------------------------------------------------
