@@ -14,11 +14,13 @@ import zlib
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.storage.file_tensor import StoredTensor
 
 _WORD = 8  # bytes
+_SMALL = 1 << 18  # bytes
 ELEMENTS_OF_FILE = 1 << 24
 """Elements of a file that are in memory at a time."""
 
@@ -76,7 +78,8 @@ class Digest(NamedTuple):
     def number(self) -> int:
         """A checksum of the digest, to be compared between ranks. Waits for the device."""
         sums = torch.cat([self.row_sums, self.column_sums]).cpu()
-        return zlib.crc32(repr((self.shape, self.dtype, sums.tolist())).encode())
+        kind = zlib.crc32(repr((self.shape, self.dtype)).encode())
+        return zlib.crc32(sums.numpy().tobytes(), kind)
 
     def plain(self) -> tuple[Any, ...]:
         """The digest as plain values, which ranks can exchange; see `of_plain`."""
@@ -117,19 +120,17 @@ def _sums(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     flat = x.detach().contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % _WORD:
         flat = flat.clone()
-    num_whole = flat.numel() // _WORD
-    words = flat[: num_whole * _WORD].view(torch.int64)
-    height = num_whole // width
-    table, rest = words[: height * width].view(height, width), words[height * width :]
-    if flat.numel() % _WORD:
-        last = flat.new_zeros(_WORD)
-        last[: flat.numel() % _WORD] = flat[num_whole * _WORD :]
-        rest = torch.cat([rest, last.view(torch.int64)])
-    row_sums, column_sums = table.sum(1), table.sum(0)
-    for row in torch.split(rest, width) if len(rest) else ():
-        row_sums = torch.cat([row_sums, row.sum().view(1)])
-        column_sums[: len(row)] += row
-    return row_sums, column_sums
+    missing = -flat.numel() % (_WORD * width)
+    if missing and flat.numel() <= _SMALL:  # a copy takes less time than the calls below
+        flat, missing = F.pad(flat, (0, missing)), 0
+    if not missing:
+        table = flat.view(torch.int64).view(-1, width)
+        return table.sum(1), table.sum(0)
+    whole = flat.numel() // (_WORD * width) * _WORD * width
+    table, last = flat[:whole].view(torch.int64).view(-1, width), flat.new_zeros(_WORD * width)
+    last[: flat.numel() - whole] = flat[whole:]
+    row = last.view(torch.int64)
+    return torch.cat([table.sum(1), row.sum().view(1)]), table.sum(0).add_(row)
 
 
 def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...] | int:

@@ -341,7 +341,7 @@ def wrong_on_the_page() -> dict[str, list[str]]:
     for row in rows[: len(LAWS) + 1]:
         law, *marks = [cell.strip() for cell in row.split("|")[1:-3]]
         for system, mark in zip(systems, marks):
-            if mark == "○":
+            if mark.startswith("○"):
                 wrong[system].append(law.replace(" ", "_"))
     return wrong
 
