@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 from fzero.common.arguments import check_callable, refuse_without_grad
-from fzero.common.forward_mode import LEVEL
 from fzero.comms import collectives
-from fzero.curvature.duals import DualView, dual, parts_of
+from fzero.curvature.duals import DualView, dual, parts_of, tangents_allowed
 from fzero.curvature.vectors import HasRuntime, Vector, VectorSpace
 from fzero.model.binding import random_state
 from fzero.runtime import phases
@@ -138,7 +137,7 @@ def _product(
     dtypes = {key: x.dtype for key, x in (grads if vector is None else vector).items()}
     with ExitStack() as stack, random_state(state.rng, run.device):
         if vector is not None:
-            stack.enter_context(LEVEL.inside(call))
+            stack.enter_context(tangents_allowed(call))
         window = _window(run, state._replace(grads=grads), tangents, gives)
         del tangents
         for index, micro_batch in enumerate(micro_batches):

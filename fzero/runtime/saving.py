@@ -68,7 +68,7 @@ def _disable(message: str) -> Iterator[None]:
     begins, but the hooks of a step do not count.
     """
     mine = [each for each in _OPEN if each.thread == threading.get_ident() and each.is_on_top]
-    for each in mine:
+    for _ in mine:
         _autograd._pop_saved_tensors_default_hooks()
     try:
         with disable_saved_tensors_hooks(message):
