@@ -86,9 +86,11 @@ def dual(primal: Tensor, tangent: Tensor) -> Tensor:
 
 
 def parts_of(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A tensor without its tangent, and the tangent, if there is one."""
+    """A tensor without its tangent, and the tangent, if there is one and it is not
+    known to be zero.
+    """
     primal, tangent = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
-    return primal, tangent
+    return primal, None if tangent is None or tangent._is_zerotensor() else tangent
 
 
 @dataclass(frozen=True, slots=True)
