@@ -265,7 +265,6 @@ class TrainStep:
             return untraced(TrainStep.__call__)(self, state, batch)  # type: ignore[no-any-return]
         run = self.runtime
         state, micro_batches = phases.check(run, state, batch)
-        # forwards and backwards: eager, or in one graph
         collected = run.program(run, state, micro_batches)
         return end(run, collected)
 
@@ -411,8 +410,7 @@ class TrainStep:
         """This rank's part of the weights by flat buffer: the master where there is
         one, else the parameters.
 
-        These are the state's own tensors. Average them into a tree of the same
-        structure, for example, and pass it to `with_weights`. Sends nothing.
+        These are the state's own tensors. Sends nothing.
         """
         self.runtime.check_state(state)
         return self.runtime.weights(state)
@@ -438,9 +436,6 @@ class TrainStep:
     def evaluate(self, state: State, batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is
         unchanged.
-
-        The model computes with `state.params`; `with_weights` makes a state with other
-        weights.
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
@@ -512,8 +507,7 @@ class TrainStep:
         return _twin(self, self.runtime.following(rates, optimizers))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same step, which also reports its collectives to `observe`. It shares the
-        model and the captured graphs.
+        """The same step, which also reports its collectives to `observe`.
 
         It learns an order of collectives of its own. Each rank may call it or not.
         """

@@ -46,29 +46,37 @@ class MathAttention:
 MATH_ATTENTION = MathAttention()
 
 
-@contextmanager
-def tangents_allowed(call: str) -> Iterator[None]:
-    """A context in which tensors may have tangents.
+@dataclass(slots=True)
+class Tangents:
+    """Whether parameters have tangents now, for one product."""
 
-    Args:
-        call: who asks, for errors.
+    are_on: bool = False
 
-    Raises:
-        RuntimeError: the caller's own code has such a context.
-    """
-    if is_open():
-        raise RuntimeError(
-            f"{call}: must not be called inside torch.autograd.forward_ad.dual_level or "
-            f"torch.func.jvp, because PyTorch has one level of forward mode, got a call inside; "
-            f"call it outside"
-        )
-    with MATH_ATTENTION.inside(), forward_ad.dual_level():
-        yield
+    @contextmanager
+    def on(self, call: str) -> Iterator[None]:
+        """A context in which tensors may have tangents.
 
+        Args:
+            call: who asks, for errors.
 
-def is_open() -> bool:
-    """Whether tensors may have tangents now."""
-    return forward_ad._current_level >= 0
+        Raises:
+            RuntimeError: the caller's own code has such a context.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(MATH_ATTENTION.inside())
+            try:
+                stack.enter_context(forward_ad.dual_level())
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{call}: must not be called inside torch.autograd.forward_ad.dual_level or "
+                    f"torch.func.jvp, because PyTorch has one level of forward mode, got a call "
+                    f"inside; call it outside"
+                ) from error
+            self.are_on = True
+            try:
+                yield
+            finally:
+                self.are_on = False
 
 
 def dual(primal: Tensor, tangent: Tensor) -> Tensor:
@@ -78,9 +86,11 @@ def dual(primal: Tensor, tangent: Tensor) -> Tensor:
 
 
 def parts_of(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A tensor without its tangent, and the tangent, if there is one."""
+    """A tensor without its tangent, and the tangent, if there is one and it is not
+    known to be zero.
+    """
     primal, tangent = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
-    return primal, tangent
+    return primal, None if tangent is None or tangent._is_zerotensor() else tangent
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +98,14 @@ class DualView:
     """The view (`ParamView`) of a parameter p that makes it p + ε v.
 
     Attributes:
+        tangents: whether it is on.
         tangent: v, in memory of its own, with the parameter's shape and dtype.
         copies: whether p is copied. A gathered parameter is, so that what autograd
             saves of it, with its tangent, is a view of the dual and not of p.
         gives: the part of a gradient that is collected: its `tangent` or its `value`.
     """
 
+    tangents: Tangents
     tangent: Tensor
     copies: bool
     gives: str
@@ -108,7 +120,7 @@ class DualView:
 
     def value(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
         own = x.clone(memory_format=torch.contiguous_format) if self.copies else x
-        return dual(own, self.tangent) if is_open() else own
+        return dual(own, self.tangent) if self.tangents.are_on else own
 
     def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
         if self.gives == "value":

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from fzero.common.arguments import check_callable, refuse_without_grad
 from fzero.comms import collectives
-from fzero.curvature.duals import DualView, dual, parts_of, tangents_allowed
+from fzero.curvature.duals import DualView, Tangents, dual, parts_of
 from fzero.curvature.vectors import HasRuntime, Vector, VectorSpace
 from fzero.model.binding import random_state
+from fzero.model.transforms import ParamView
 from fzero.runtime import phases
 from fzero.runtime.batches import loss_of_batch
 from fzero.runtime.eager import ForwardBackward
@@ -135,11 +136,13 @@ def _product(
     }
     tangents = {} if vector is None else space.full_in_compute_dtype(vector)
     dtypes = {key: x.dtype for key, x in (grads if vector is None else vector).items()}
+    switch = Tangents()
     with ExitStack() as stack, random_state(state.rng, run.device):
         if vector is not None:
-            stack.enter_context(tangents_allowed(call))
-        window = _window(run, state._replace(grads=grads), tangents, gives)
+            stack.enter_context(switch.on(call))
+        views = _views(run, switch, tangents, gives)
         del tangents
+        window = _window(run, state._replace(grads=grads), views)
         for index, micro_batch in enumerate(micro_batches):
             forward = partial(loss_of_batch, run, micro_batch)
             loss, weight = phases.forward(run, window, forward, kind=call)
@@ -166,15 +169,22 @@ def _product(
         }
 
 
-def _window(
-    run: StepRuntime, state: State, tangents: dict[str, Tensor], gives: str
-) -> phases.AccumulationWindow:
-    """An accumulation window whose parameters have tangents."""
-    transfer, num_updates = run.offload.transfer(run.scratch), read_later(state.step)
-    views = {
-        name: (DualView(tangent, run.inner_plan.param_units[name][0].gathered_numel > 0, gives),)
+def _views(
+    run: StepRuntime, switch: Tangents, tangents: dict[str, Tensor], gives: str
+) -> dict[str, tuple[ParamView, ...]]:
+    """The view of each parameter that has a tangent."""
+    units = run.inner_plan.param_units
+    return {
+        name: (DualView(switch, tangent, units[name][0].gathered_numel > 0, gives),)
         for name, tangent in tangents.items()
     }
+
+
+def _window(
+    run: StepRuntime, state: State, views: dict[str, tuple[ParamView, ...]]
+) -> phases.AccumulationWindow:
+    """An accumulation window whose parameters have these views."""
+    transfer, num_updates = run.offload.transfer(run.scratch), read_later(state.step)
     work = ForwardBackward(
         run.inner_plan,
         run.mesh,
