@@ -281,7 +281,7 @@ class Gathers:
             counter = flat.detach()
             counter.data = flat.new_empty(0)  # keeps the version counter
         memory = StorageWeakRef(flat.untyped_storage())  # type: ignore[no-untyped-call]
-        self.leaked.append(LeakedView(key, counter, flat._version, memory))
+        self.leaked.append(LeakedView(key, counter, counter._version, memory))
 
     def check_unmodified(self) -> None:
         """Raises ValueError if a forward changed a parameter in place: one that this

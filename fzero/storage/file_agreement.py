@@ -30,6 +30,8 @@ def agree(files: StateFiles | None, world: RankAxis, *, error: BaseException | N
     messages = collectives.exchange(
         None if cause is None else str(cause) or repr(cause), world, label=Label("files")
     )
+    if files is not None:
+        files.update = None  # it has ended, and all ranks know how
     failed = [rank for rank, message in enumerate(messages) if message is not None]
     if not failed:
         return
