@@ -89,9 +89,7 @@ class AsyncUpdates:
                 raise cause
             stream(updates, ended)
 
-        names = {
-            u.buffer.key: (u.buffer.key, *self._leaves[u.buffer.key].specs) for u in updates
-        }
+        names = {u.buffer.key: (u.buffer.key, *self._leaves[u.buffer.key].specs) for u in updates}
         self._last = running = RunningUpdate(
             run,
             names,

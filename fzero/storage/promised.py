@@ -16,6 +16,7 @@ state become empty (`taken_over`), so that they are not read by mistake either.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -27,11 +28,35 @@ from torch import Tensor
 
 from fzero.storage.file_tensor import StoreError, bare
 
-_ATTRIBUTES = "shape dtype device layout ndim itemsize nbytes is_cpu is_cuda is_meta is_sparse".split()
-_METHODS = (
-    "size dim numel nelement element_size stride storage_offset is_contiguous ndimension __len__ "
-    "is_floating_point is_complex is_signed get_device"
-).split()
+_ATTRIBUTES = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "itemsize",
+    "nbytes",
+    "is_cpu",
+    "is_cuda",
+    "is_meta",
+    "is_sparse",
+]
+_METHODS = [
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "element_size",
+    "stride",
+    "storage_offset",
+    "is_contiguous",
+    "ndimension",
+    "__len__",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "get_device",
+]
 
 _RUNNING: weakref.WeakSet[RunningUpdate] = weakref.WeakSet()
 
@@ -241,10 +266,15 @@ def is_lent(x: Tensor) -> bool:
     """Whether others than `x` may refer to its memory: a view, a NumPy array, another
     process.
     """
+    pairs = zip(_references(x), _references(torch.empty(1)), strict=True)
+    is_own = all(found <= alone for found, alone in pairs)
+    return not (is_own and x.untyped_storage().resizable()) or x.is_shared()
+
+
+def _references(x: Tensor) -> tuple[int, int]:
+    """The numbers of tensors with the memory of `x`, and of names for its storage."""
     storage = x.untyped_storage()
-    # `x` and `storage`
-    others = torch._C._storage_Use_Count(storage._cdata) > 2  # type: ignore[attr-defined]
-    return others or not storage.resizable() or x.is_shared()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)  # type: ignore[attr-defined]
 
 
 def taken_over(x: Tensor) -> Tensor:

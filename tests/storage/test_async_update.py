@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 import io
 import os
 import pickle
@@ -14,11 +15,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import optree
@@ -32,9 +35,10 @@ from training import make, part
 
 import fzero
 from fzero.optim.transforms import same_bits
-from fzero.storage import stream
+from fzero.storage import direct_io, stream
 from fzero.storage.async_update import AsyncUpdates
-from fzero.storage.file_tensor import in_memory
+from fzero.storage.file_tensor import handles_of, in_memory
+from fzero.storage.promised import promises_of
 
 UNITS = ("blocks.0/float32", "blocks.1/float32")
 
@@ -79,6 +83,8 @@ def gate() -> Iterator[threading.Event]:
     def held(*args: Any, **how: Any) -> None:
         if threading.current_thread().name == "fzero-update":
             assert opened.wait(10), "nobody opened the gate"
+            if hasattr(opened, "error"):
+                raise opened.error
         go_on(*args, **how)
 
     stream.update_streamed = held  # type: ignore[assignment]
@@ -222,7 +228,11 @@ FORM: dict[str, Callable[[Tensor], object]] = {
     "place": lambda x: (x.device, x.is_cpu, x.is_cuda, x.layout),
     "strides": lambda x: (x.stride(), x.storage_offset(), x.is_contiguous()),
     "changes": lambda x: x._version >= 0,
-    "kind": lambda x: (isinstance(x, Tensor), torch.is_tensor(x), isinstance(x, torch.nn.Parameter)),
+    "kind": lambda x: (
+        isinstance(x, Tensor),
+        torch.is_tensor(x),
+        isinstance(x, torch.nn.Parameter),
+    ),
 }
 
 
@@ -303,9 +313,7 @@ def _over_processes_plainly(way: str) -> list[float]:
     "way",
     ["all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "send", "functional"],
 )
-def test_a_tensor_that_is_still_written_is_sent_when_it_is_whole(
-    ranks: RankPool, way: str
-) -> None:
+def test_a_tensor_that_is_still_written_is_sent_when_it_is_whole(ranks: RankPool, way: str) -> None:
     assert ranks(2, _over_processes, way) == ranks(2, _over_processes_plainly, way)
 
 
@@ -339,15 +347,15 @@ def _averaged(step: fzero.TrainStep, state: Any, _: Path) -> Any:
     other = trained(step_of(3), 1)
     if any(not isinstance(x, Tensor) for x in optree.tree_leaves(state)):
         state = in_memory(state)
-    return optree.tree_map(lambda x, y: x + y, other.master | other.params, state.master | state.params)
+    return optree.tree_map(
+        lambda x, y: x + y, other.master | other.params, state.master | state.params
+    )
 
 
 def _kept(step: fzero.TrainStep, state: Any, _: Path) -> Any:
     """By a step that does not donate: the given state stays as it is."""
-    cfg = dict(step.spec.cfg.model_dump(exclude_unset=True)) if False else step.spec.cfg
-    twin = fzero.make_train_step(make(blocks), cfg, donate=False)
-    next_one, _metrics = twin(state, data(2))
-    return state, next_one
+    twin = fzero.make_train_step(make(blocks), step.spec.cfg, donate=False)
+    return state, twin(state, data(2))[0]
 
 
 USES: dict[str, Callable[[fzero.TrainStep, Any, Path], Any]] = {
@@ -373,7 +381,8 @@ USES: dict[str, Callable[[fzero.TrainStep, Any, Path], Any]] = {
     ),
 }
 OF_FILES = sorted(
-    USES.keys() - {"deepcopy", "pickle", "a fork", "a step that keeps the state", "other weights"}
+    USES.keys()
+    - {"deepcopy", "pickle", "a fork", "a step that keeps the state", "other weights"}
     - {"compile"}
 )
 
@@ -387,6 +396,13 @@ def _in_a_fork(state: Any) -> float:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     return float(os.read(receives, 100).decode())
+
+
+def _is_written(state: Any) -> bool:
+    """Whether the update of each trained buffer runs."""
+    in_memory = all(x.is_running for x in promises_of(state))
+    files = {handle.files for handle in handles_of(state)}
+    return in_memory and bool(promises_of(state) or files) and all(x.update for x in files)
 
 
 def _whole(found: Any) -> Any:
@@ -405,6 +421,7 @@ def _check_use(use: str, zero: dict[str, Any], tmp_path: Path) -> None:
     state = trained(step, 1)
     with gate() as opened:
         state = after(step, state, 1)
+        assert _is_written(state)
         threading.Timer(0.1, opened.set).start()
         found = USES[use](step, state, tmp_path / "later")
         assert opened.is_set() or use == "first_overflow", "it was read before it was written"
@@ -427,3 +444,278 @@ def test_a_state_in_files_that_are_still_written_is_a_value_in_every_use(
     use: str, params: bool, tmp_path: Path
 ) -> None:
     _check_use(use, in_file(tmp_path / "files", params=params), tmp_path)
+
+
+# --- bits -----------------------------------------------------------------------------------------
+
+
+def _bits(state: Any) -> list[bytes]:
+    kept = in_memory(state)._replace(grads={})
+    return [
+        x.clone().reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)
+    ]
+
+
+def _zero(where: str, path: Path | str) -> dict[str, Any]:
+    return {
+        "host": {**on_host(), "sub_group_size": 2048},
+        "files": in_file(path),
+        "parameters, too": in_file(path, params=True),
+    }[where]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_bits_are_those_of_an_update_that_ends_with_its_step(
+    stage: int, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-steps; float16 skips one update. Where parameters live on the device,
+    in all stages."""
+    seen = Counted(monkeypatch).seen
+    plain = step_of(stage, precision)
+    expected, reported = _run(plain, 4)
+    for where in ("host", "files", *(["parameters, too"] if stage == 3 else [])):
+        seen.clear()
+        found, metrics = _run(step_of(stage, precision, zero=_zero(where, tmp_path)), 4)
+        assert metrics == reported and found == expected, where
+        skipped = precision == "float16" and where != "host"
+        assert seen == [(0, 2)] * (3 if skipped else 4), "all later"
+
+
+def _run(step: fzero.TrainStep, num_steps: int) -> tuple[list[bytes], list[str]]:
+    state, reported = step.init(), []
+    for index in range(num_steps):
+        state, metrics = step(state, part(data(index), step.rank, step.world_size))
+        reported.append(_losses(metrics))
+    return _bits(state), reported
+
+
+def _on_ranks(
+    stage: int, precision: str, zero: dict[str, Any]
+) -> tuple[Any, list[tuple[int, int]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        seen = Counted(patch).seen
+        step = step_of(stage, precision, zero=zero)
+        return _run(step, 3), seen
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "precision", "where", "keys"),
+    [
+        (2, 3, "float16", "host", {}),
+        (3, 3, "bfloat16", "parameters, too", {}),
+        (2, 3, "float32", "host", {"zero_quantized_gradients": True}),
+        (2, 1, "bfloat16", "host", {}),
+        (2, 0, "float32", "files", {}),
+    ],
+)
+def test_real_ranks_have_the_bits_too_and_update_later_only_what_nobody_gathers_then(
+    ranks: RankPool,
+    world_size: int,
+    stage: int,
+    precision: str,
+    where: str,
+    keys: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    expected = ranks(world_size, _on_ranks, stage, precision, keys)
+    zero = _zero(where, str(tmp_path)) | keys
+    for (found, seen), (plain, _) in zip(
+        ranks(world_size, _on_ranks, stage, precision, zero), expected, strict=True
+    ):
+        assert found == plain
+        assert {later for _, later in seen} <= ({2} if stage == 3 else {0})
+
+
+# --- memory that others hold ----------------------------------------------------------------------
+
+
+HOLDS: dict[str, Callable[[Tensor], Any]] = {
+    "a view": lambda x: x[3:5],
+    "an array": lambda x: x.numpy(),
+    "its storage": lambda x: x.untyped_storage(),
+    "detached": lambda x: x.detach(),
+}
+
+
+@pytest.mark.parametrize("how", HOLDS)
+@pytest.mark.parametrize("quantity", ["params", "exp_avg", "grads"])
+def test_memory_that_others_hold_is_written_before_the_step_returns(
+    how: str, quantity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, seen = _on_host(3), Counted(monkeypatch).seen
+    state = trained(step, 1)
+    key = UNITS[1]
+    x = state.optimizer[key].exp_avg if quantity == "exp_avg" else getattr(state, quantity)[key]
+    held = HOLDS[how](x)
+    del x
+    trained(step, 1, 1, state)
+    assert seen == [(0, 2), (1, 1)] and held is not None
+
+
+def test_the_tensors_of_a_state_that_a_step_took_are_empty() -> None:
+    step = _on_host(3)
+    first = step.init()
+    own = first.params[UNITS[0]]
+    second, _ = step(first, data(0))
+    assert own.shape == (0,) and second.params[UNITS[0]].shape == step.specs.params[UNITS[0]].shape
+    leaf = second.params[UNITS[0]]
+    step(second, data(1))
+    assert leaf.sum().item() == 0 and leaf.clone().shape == (0,)
+    with pytest.raises(ValueError, match="must not be used again once a step took it"):
+        step(second, data(1))
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def _told(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except fzero.StoreError as error:
+        return str(error)
+    return "nothing"
+
+
+def _after_a_fault(
+    zero: dict[str, Any], path: str, failing: int, use: str, saved: str
+) -> list[str]:
+    """On a real rank: what a use of a state says whose update fails on one rank while
+    it runs, the same again, and a step from the last checkpoint.
+    """
+    step = step_of(3, zero=zero)
+    mine = [part(data(index), step.rank, step.world_size) for index in range(4)]
+    state, _ = step(step.init(), mine[0])
+    fzero.save(state, saved, step=step)
+    with gate() as opened:
+        state, _ = step(state, mine[1])
+        if step.rank == failing:
+            _break(opened, path, failing)
+        opened.set()
+        uses: dict[str, Callable[[], object]] = {
+            "step": lambda: step(state, mine[2]),
+            "evaluate": lambda: step.evaluate(state, mine[2]),
+            "gather": lambda: step.gather(state),
+        }
+        found = [_told(uses[use]), _told(uses[use])]
+        del uses
+    again = step_of(3)
+    state, _ = again(fzero.load(saved, step=again).state, mine[1])
+    return [*found, repr(_bits(state))]
+
+
+def _break(opened: threading.Event, path: str, rank: int) -> None:
+    """Cuts files off; where there are none, the update has no memory."""
+    files = list(Path(path).glob(f"fzero-rank{rank}/*exp_avg.flat"))
+    for file in files:
+        os.truncate(file, file.stat().st_size // 2)
+    if not files:
+        opened.error = MemoryError("no memory left")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("use", ["step", "evaluate", "gather"])
+@pytest.mark.parametrize("where", ["host", "files", "parameters, too"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_update_that_fails_is_reported_in_the_next_use_on_all_ranks_and_the_checkpoint_is_whole(
+    ranks: RankPool, world_size: int, where: str, use: str, tmp_path: Path
+) -> None:
+    failing, files = world_size - 1, str(tmp_path / "files")
+    args = (_zero(where, files), files, failing, use, str(tmp_path / "saved"))
+    found = ranks(world_size, _after_a_fault, *args)
+    names = ["the update of 'blocks.0/float32' after 1 updates failed"]
+    names += ["no memory left"] if where == "host" else ["exp_avg.flat", "made with"]
+    for rank, (first, second, bits) in enumerate(found):
+        assert all(name in first for name in names), first
+        assert rank == failing or first.startswith(f"rank {failing}: its state in files cannot")
+        assert "cannot be used any more" in second or (where == "host" and names[0] in second)
+        assert bits == repr(_bits(trained(step_of(3), 2))) or world_size > 1
+
+
+def test_a_failed_update_is_reported_wherever_a_tensor_of_it_is_read() -> None:
+    step = _on_host(3)
+    with gate() as opened:
+        state, _ = step(step.init(), data(0))
+        _break(opened, "/nowhere", 0)
+        opened.set()
+        state.grads[UNITS[0]].zero_()  # left over from the update, and may be written
+        for read in (
+            lambda: state.params[UNITS[0]] + 1,
+            lambda: np.asarray(state.optimizer[UNITS[0]].exp_avg),
+            lambda: pickle.dumps(state),
+            lambda: optree.tree_map(torch.clone, state.params),
+        ):
+            assert "after 0 updates failed: no memory left" in _told(read)
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = sys.argv[2:]
+import test_async_update as t
+step = t.step_of(3, zero=t.in_file(sys.argv[1]))
+with t.gate() as opened:
+    state, _ = step(step.init(), t.data(0))
+    assert t._is_written(state)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.long
+def test_a_process_that_is_killed_during_an_update_leaves_what_any_killed_one_leaves(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), *sys.path]
+    assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
+    names = sorted(file.name for file in tmp_path.rglob("*") if file.is_file())
+    assert len(names) == 7 and "owner.json" in names, "two blocks: a gradient and two moments"
+    with pytest.raises(fzero.StoreError, match=r"of a run that has ended"):
+        step_of(3, zero=in_file(tmp_path)).init()
+    trained(step_of(3, zero=in_file(tmp_path, leftover="clean")), 1)
+
+
+ENDS = """
+import sys, threading
+sys.path[:0] = sys.argv[2:]
+import test_async_update as t
+step = t.step_of(3, zero=t.in_file(sys.argv[1]))
+state, _ = step(step.init(), t.data(0))
+"""
+
+
+@pytest.mark.long
+def test_a_process_may_end_while_an_update_runs_and_leaves_no_files(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS, str(tmp_path), *sys.path]
+    ended = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert not list(tmp_path.rglob("*.flat"))
+
+
+def test_files_go_with_a_state_that_is_dropped_while_it_is_written(tmp_path: Path) -> None:
+    step = step_of(3, zero=in_file(tmp_path))
+    with gate() as opened:
+        state = after(step, step.init(), 0)
+        (running,) = {handle.files.update for handle in handles_of(state)}
+        assert running is not None
+        del state
+        gc.collect()
+        assert list(tmp_path.rglob("*.flat")), "the update still writes them"
+        opened.set()
+        assert running.rest() is None
+    del running
+    gc.collect()
+    assert not list(tmp_path.rglob("*.flat"))
+
+
+def test_a_disk_that_stalls_delays_and_changes_nothing(tmp_path: Path) -> None:
+    expected, reported = _run(step_of(3), 3)
+    write, num = direct_io.os.pwritev, 0
+
+    def stalls(fd: int, buffers: Any, at: int) -> int:
+        nonlocal num
+        num += 1
+        if num % 16 == 0:
+            time.sleep(0.2)
+        return write(fd, buffers, at)
+
+    with mock.patch.object(direct_io.os, "pwritev", stalls):
+        found, metrics = _run(step_of(3, zero=in_file(tmp_path, params=True)), 3)
+    assert (found, metrics) == (expected, reported) and num > 32
