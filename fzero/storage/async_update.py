@@ -96,7 +96,7 @@ class AsyncUpdates:
             about=read_later(state.step.clone()),
             failed=files.fail if files is not None else lambda _: None,
         )
-        parts: dict[str, dict[str, Any]] = {
+        parts: dict[str, Any] = {
             quantity: dict(getattr(state, quantity))
             for quantity in ("params", "grads", "master", "optimizer")
         }

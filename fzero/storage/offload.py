@@ -82,7 +82,7 @@ class Offload:
             (of.param != of.updated and of.param in self._files for of in cut_), default=False
         )
         self._room = {"most": most, "extra": extra}
-        self._ahead = plan.streaming.ahead(most)
+        self._ahead: dict[str, Any] = dict(plan.streaming.ahead(most))
         alive, spare = 1 + sum(self._ahead.values()), plan.streaming.num_pooled(most, extra)
         spare -= alive * (most + extra)
         early = max((sum(name in self._files for name in of.names) for of in cut_), default=0)

@@ -28,35 +28,9 @@ from torch import Tensor
 
 from fzero.storage.file_tensor import StoreError, bare
 
-_ATTRIBUTES = [
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "ndim",
-    "itemsize",
-    "nbytes",
-    "is_cpu",
-    "is_cuda",
-    "is_meta",
-    "is_sparse",
-]
-_METHODS = [
-    "size",
-    "dim",
-    "numel",
-    "nelement",
-    "element_size",
-    "stride",
-    "storage_offset",
-    "is_contiguous",
-    "ndimension",
-    "__len__",
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "get_device",
-]
+_ATTRIBUTES = "shape dtype device layout ndim itemsize nbytes is_cpu is_cuda is_meta"
+_METHODS = """size dim numel nelement element_size stride storage_offset is_contiguous ndimension
+    __len__ is_floating_point is_complex is_signed get_device"""
 
 _RUNNING: weakref.WeakSet[RunningUpdate] = weakref.WeakSet()
 
@@ -222,8 +196,8 @@ class PromisedTensor(Tensor):
 
 _VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
 _OF_FORM = {
-    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
-    *(getattr(Tensor, name) for name in _METHODS),
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()),
+    *(getattr(Tensor, name) for name in _METHODS.split()),
 }
 """The functions that read no element."""
 
@@ -262,13 +236,19 @@ def or_zeros(x: Tensor) -> Tensor:
     return x
 
 
+def memory_of(x: Tensor) -> int:
+    """The identity of a tensor's memory. Does not wait."""
+    tensor = x._tensor if type(x) is PromisedTensor else x
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
 def is_lent(x: Tensor) -> bool:
     """Whether others than `x` may refer to its memory: a view, a NumPy array, another
     process.
     """
     pairs = zip(_references(x), _references(torch.empty(1)), strict=True)
     is_own = all(found <= alone for found, alone in pairs)
-    return not (is_own and x.untyped_storage().resizable()) or x.is_shared()
+    return not (is_own and x.untyped_storage().resizable()) or x.is_shared()  # type: ignore[no-untyped-call]
 
 
 def _references(x: Tensor) -> tuple[int, int]:

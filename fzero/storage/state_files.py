@@ -125,8 +125,10 @@ class StateFiles:
 
     def wait(self, name: str | None = None) -> None:
         """Waits until the running update has written a file, or has ended."""
-        if self.update is not None:
-            _ = self.update.rest() if name is None else self.update.wait(name)
+        if self.update is not None and name is not None:
+            self.update.wait(name)
+        elif self.update is not None:
+            self.update.rest()
 
     def is_written(self, name: str) -> bool:
         """Whether the running update may still write a file."""

@@ -560,6 +560,7 @@ def test_the_tensors_of_a_state_that_a_step_took_are_empty() -> None:
     second, _ = step(first, data(0))
     assert own.shape == (0,) and second.params[UNITS[0]].shape == step.specs.params[UNITS[0]].shape
     leaf = second.params[UNITS[0]]
+    del own, first  # which would hold the memory
     step(second, data(1))
     assert leaf.sum().item() == 0 and leaf.clone().shape == (0,)
     with pytest.raises(ValueError, match="must not be used again once a step took it"):
