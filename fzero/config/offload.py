@@ -86,7 +86,7 @@ class OffloadOptimizer(Offloaded):
     """fzero's own key: whether the update runs in a thread of its own, under the next
     step's forward, where nothing is all-gathered after it: in stage 3, and on one rank.
     The numbers are the same, bit for bit. Off, because its gain is not measured yet.
-    docs/performance.md says what runs at once all the same."""
+    docs/concepts/placements.md says what is updated at once all the same."""
     ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """The fraction of the elements that lives off the device: flat buffers in their
     order, until it is reached.

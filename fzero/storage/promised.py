@@ -188,7 +188,7 @@ class PromisedTensor(Tensor):
         return version - self._first_version
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return func(*arrived(args), **arrived(kwargs or {}))
