@@ -14,8 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import optree
+import torch
 from torch import Tensor
 
+from fzero.config.config import ConfigError
 from fzero.plans.plan import Plan
 from fzero.state import TrainState
 from fzero.storage.offload_leaves import Leaves
@@ -34,11 +36,26 @@ StreamUpdates = Callable[[Sequence["Update"], Callable[[str], object]], None]
 class AsyncUpdates:
     """The flat buffers of a plan that may be updated under the next forward.
 
+    Args:
+        leaves: the tensors of each flat buffer, by its key.
+        at_once: the keys of buffers that are never updated later.
+        device: the model's.
+
     Attributes:
-        keys: theirs.
+        keys: the keys of these buffers.
+
+    Raises:
+        ConfigError: the model is not on the CPU.
     """
 
-    def __init__(self, plan: Plan, leaves: Mapping[str, Leaves], at_once: set[str]) -> None:
+    def __init__(
+        self, plan: Plan, leaves: Mapping[str, Leaves], at_once: set[str], device: torch.device
+    ) -> None:
+        if plan.streaming.async_update and device.type != "cpu":
+            raise ConfigError(
+                f"zero_optimization.offload_optimizer.async_update: must be false where the model "
+                f"is not on the CPU, as yet, got true with a model on {device}; leave it out"
+            )
         self._leaves = leaves
         self.keys = {
             b.key

@@ -73,7 +73,7 @@ class Offload:
         }
         trained = [b for b in plan.flat_buffers if b.trainable]
         self._wholes = {b.key for b in trained if not b.elementwise or self.joins(b)}
-        self._async = AsyncUpdates(plan, self._leaves, self._wholes)
+        self._async = AsyncUpdates(plan, self._leaves, self._wholes, device)
         self.passes_use_files = bool(self._async.keys) or any(name in self._files for name in used)
         self._on_host = {b.key for b in trained if updates_on_host(b, plan)}
         cut_ = [self._leaves[b.key] for b in trained if b.key not in self._wholes]

@@ -39,6 +39,7 @@ from fzero.storage import direct_io, stream
 from fzero.storage.async_update import AsyncUpdates
 from fzero.storage.file_tensor import handles_of, in_memory
 from fzero.storage.promised import promises_of
+from sharding import Mesh
 
 UNITS = ("blocks.0/float32", "blocks.1/float32")
 
@@ -720,3 +721,24 @@ def test_a_disk_that_stalls_delays_and_changes_nothing(tmp_path: Path) -> None:
     with mock.patch.object(direct_io.os, "pwritev", stalls):
         found, metrics = _run(step_of(3, zero=in_file(tmp_path, params=True)), 3)
     assert (found, metrics) == (expected, reported) and num > 32
+
+
+# --- where it is refused --------------------------------------------------------------------------
+
+
+def test_a_model_on_another_device_refuses_the_key() -> None:
+    plan = _on_host(3).plan
+    with pytest.raises(fzero.ConfigError, match=r"async_update: must be false where the model is"):
+        AsyncUpdates(plan, {}, set(), torch.device("cuda"))
+
+
+def test_a_pipeline_refuses_the_key() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with pytest.raises(fzero.ConfigError, match=r"async_update: must be false with a pipeline"):
+        fzero.make_train_step(
+            model,
+            config(1, optimizer=ADAMW, **on_host()),
+            loss_fn=torch.nn.functional.mse_loss,
+            mesh=fzero.comms.AbstractAxis.of(Mesh.of(pipe=2, data=1)),
+            pipeline="1f1b",
+        )
