@@ -37,7 +37,8 @@ def agree(files: StateFiles | None, world: RankAxis, *, error: BaseException | N
         return
     if cause is None:
         cause = StoreError(
-            f"rank {failed[0]}: its state in files cannot be used any more, and so no rank's can: "
+            f"rank {failed[0]}: its state{' in files' * (files is not None)} cannot be used any "
+            f"more, and so no rank's can: "
             f"{messages[failed[0]]}"
         )
     if files is not None:
