@@ -283,7 +283,7 @@ class Updater:
         optimizer, rule = self.optimizers[buffer.group], (buffer.group, buffer.rule)
         hyper = self.hyper(0) if hyper is None else hyper
         lr, momentum = hyper.rates[buffer.group], hyper.momentum
-        made: Any = self._made.get(rule, ((None, None),))  # once: threads update, too
+        made: Any = self._made.get(rule, ((None, None),))
         if _are_same(made[0], (lr, momentum)):
             transform = made[1]
         elif optimizer.is_elementwise(buffer.rule):
