@@ -26,7 +26,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.storage.file_tensor import StoreError, bare
+from fzero.storage.file_tensor import StoreError, bare, handles_of
 
 _ATTRIBUTES = "shape dtype device layout ndim itemsize nbytes is_cpu is_cuda is_meta"
 _METHODS = """size dim numel nelement element_size stride storage_offset is_contiguous ndimension
@@ -219,10 +219,12 @@ def promises_of(tree: Any) -> list[PromisedTensor]:
 
 
 def error_of(tree: Any) -> StoreError | None:
-    """Waits for the updates that the promises in a tree are made by. Returns the first
-    error, to be raised.
+    """Waits for the updates that make the promises in a tree, or write its files.
+    Returns the first error, to be raised.
     """
-    return next(filter(None, (promise.rest() for promise in promises_of(tree))), None)
+    in_files = [x.files.update for x in handles_of(tree) if x.files.update is not None]
+    updates = [*(promise.rest for promise in promises_of(tree)), *(x.rest for x in in_files)]
+    return next(filter(None, (rest() for rest in updates)), None)
 
 
 def or_zeros(x: Tensor) -> Tensor:
