@@ -44,6 +44,7 @@ from fzero.resharding.reshard import AnyStep
 from fzero.simulation import LockstepRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
+from fzero.storage.promised import error_of
 
 T = TypeVar("T")
 
@@ -424,6 +425,8 @@ def _started(
 
     def prepare() -> list[StoredSlice]:
         step.runtime.check_state(state)
+        if (error := error_of(state)) is not None:  # waits for its update
+            raise error
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(
                 f"keep: must be a whole number, at least 1, or None for all, got {keep!r}; pass "

@@ -208,7 +208,8 @@ HARMLESS = {
         "only stage3_param_persistence_threshold decides"
     ),
     "zero_optimization.offload_optimizer.super_offload": (
-        "the offload is the ordinary one, with the same numbers"
+        "the offload is the ordinary one, with the same numbers; async_update runs its update "
+        "under the next forward"
     ),
     (
         "activation_checkpointing.partition_activations"
@@ -245,7 +246,8 @@ REFUSED = {
     ),
     "zero_optimization.zenflow": "it updates most gradients late, which changes the results; remove it for the "
     "ordinary "
-    "offload, offload_optimizer with device 'cpu'",
+    "offload, offload_optimizer with device 'cpu' (with async_update, instead of overlap_step: the "
+    "same numbers, under the next forward)",
     "zero_optimization.legacy_stage1": "DeepSpeed refuses it too; remove it",
     "optimizer.params.max_grad_norm": "DeepSpeed refuses it too; use gradient_clipping",
     **dict.fromkeys(

@@ -82,6 +82,12 @@ class OffloadOptimizer(Offloaded):
     """Whether the last sub-group is written while one is updated. (DeepSpeed's default
     is false.)
     """
+    async_update: bool = False
+    """fzero's own key: whether the update runs in a thread of its own, under the next
+    step's forward, where nothing is all-gathered after it: in stage 3, and on one rank.
+    Refused with a pipeline, and where the model is not on the CPU.
+    The numbers are the same, bit for bit. Off, because its gain is not measured yet.
+    docs/concepts/placements.md says what is updated at once all the same."""
     ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """The fraction of the elements that lives off the device: flat buffers in their
     order, until it is reached.

@@ -33,6 +33,7 @@ from fzero.runtime.reductions import GradNorms
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import UpdateNumbers
 from fzero.state import TrainState
+from fzero.storage.promised import arrived
 from fzero.storage.shard_transfer import ShardTransfer, read_later
 
 T = TypeVar("T")
@@ -112,7 +113,7 @@ class GraphProgram:
         """
         call = self._with_update if self.until == "update" else self._to_gradients
         with explained(run.plan):
-            return call(run, state, micro_batches)
+            return call(run, arrived(state), micro_batches)
 
     def _with_update(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """Writes the hyper-parameters where the graph reads them, and runs it."""
@@ -175,6 +176,7 @@ class GraphProgram:
     def _loss(self, run: StepRuntime, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:
         """This rank's loss on a batch, and its weight if it is a sum."""
         run.learned.num_passes += 1
+        state = arrived(state)
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         with self._loaded(run, run.offload.transfer(run.scratch), state) as params:
             given = TrainState(state.step, params, {}, {}, {}, buffers, state.loss_scale, {}, {})

@@ -352,6 +352,12 @@ def _check_spec(spec: StepSpec, mesh: Mesh) -> None:
                 f"zero_optimization.{key}: must be left out with a pipeline, whose stages gather "
                 f"their parameters once in a step over all their ranks, got {value!r}; leave it out"
             )
+    if zero.offload_optimizer is not None and zero.offload_optimizer.async_update:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.async_update: must be false with a pipeline, where "
+            "a stage cannot report to the others that its update failed later, got true; leave it "
+            "out"
+        )
     refused = {
         "compile": spec.compile, "units": spec.units, "order": spec.order,
     }  # fmt: skip

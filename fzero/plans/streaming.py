@@ -43,6 +43,8 @@ class Streaming:
         checksums: whether checksums verify that the bytes read are the bytes written.
         leftover: whether files of killed runs under a path raise an error, or are
             removed.
+        async_update: whether the update of state in host memory or in files runs under
+            the next forward.
     """
 
     sub_group_numel: int = SUB_GROUP
@@ -54,6 +56,7 @@ class Streaming:
     block_nbytes: int = 1 << 20
     checksums: bool = False
     leftover: Literal["refuse", "clean"] = "refuse"
+    async_update: bool = False
 
     @classmethod
     def of(
@@ -81,6 +84,7 @@ class Streaming:
             num_threads=min(aio.queue_depth * aio.intra_op_parallelism, MOST_THREADS),
             block_nbytes=aio.block_size,
             leftover="clean" if "clean" in (offload.leftover, of_params.leftover) else "refuse",
+            async_update=offload.async_update,
         )
 
     def sub_group(self, longest: int, dtypes: Iterable[str]) -> int:

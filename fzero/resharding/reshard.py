@@ -39,6 +39,7 @@ from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_agreement import agree, files_of
 from fzero.storage.file_tensor import StoredTensor, StoreError, handles_of
+from fzero.storage.promised import error_of
 from fzero.storage.state_files import StateFiles
 from sharding import DATA
 from sharding.views import torch_dtype
@@ -372,6 +373,8 @@ def _report(
         if state is not None:
             old.runtime.form.check(state, fix=_FIX)
             files_of(state)
+            if (error := error_of(state)) is not None:  # waits for its update
+                raise error
             numbers = numbers_of(state) if old.data_rank == 0 else None
     except (ValueError, StoreError) as error:
         problem = str(error)

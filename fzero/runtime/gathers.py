@@ -278,10 +278,10 @@ class Gathers:
         """
         # a transform of torch.func refuses the second line
         with temporarily_clear_interpreter_stack():
-            counter = flat.detach()
-            counter.data = flat.new_empty(0)  # keeps the version counter
+            twin = flat.detach()
+            twin.data = flat.new_empty(0)  # keeps the version counter
         memory = StorageWeakRef(flat.untyped_storage())  # type: ignore[no-untyped-call]
-        self.leaked.append(LeakedView(key, counter, flat._version, memory))
+        self.leaked.append(LeakedView(key, twin, twin._version, memory))
 
     def check_unmodified(self) -> None:
         """Raises ValueError if a forward changed a parameter in place: one that this

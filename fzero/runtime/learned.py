@@ -41,6 +41,7 @@ from fzero.runtime.gathers import LeakedView
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import UpdateNumbers, Updater
 from fzero.state import TrainState
+from fzero.storage.promised import memory_of
 
 if TYPE_CHECKING:
     from fzero.runtime.step_runtime import StepRuntime
@@ -293,7 +294,7 @@ def hold(run: StepRuntime, params: Mapping[str, StoredTensor]) -> None:
     Views of the state's own flat buffers, `params`, follow it automatically.
     """
     learned, own = run.learned, dict(run.spec.model.named_parameters(remove_duplicate=False))
-    homes = {flat.untyped_storage()._cdata for flat in params.values() if isinstance(flat, Tensor)}
+    homes = {memory_of(flat) for flat in params.values() if isinstance(flat, Tensor)}
     kept = {
         each.memory.cdata: each.key
         for each in learned.leaked

@@ -371,7 +371,8 @@ def check_division(changes: AllChanges, plan: Plan) -> None:
 
 def _memory_of(plan: Plan, device: torch.device) -> StateMemory:
     """The memory of a plan's state, for a model on `device`."""
-    if all(memory_kind(placement, device) == "here" for placement in plan.placements.values()):
+    is_here = all(memory_kind(at, device) == "here" for at in plan.placements.values())
+    if is_here and not plan.streaming.async_update:
         return DeviceMemory(plan, device)
     return Offload(plan, device)
 

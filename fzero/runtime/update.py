@@ -283,8 +283,9 @@ class Updater:
         optimizer, rule = self.optimizers[buffer.group], (buffer.group, buffer.rule)
         hyper = self.hyper(0) if hyper is None else hyper
         lr, momentum = hyper.rates[buffer.group], hyper.momentum
-        if _are_same(self._made.get(rule, ((None, None),))[0], (lr, momentum)):
-            transform = self._made[rule][1]
+        made: Any = self._made.get(rule, ((None, None),))
+        if _are_same(made[0], (lr, momentum)):
+            transform = made[1]
         elif optimizer.is_elementwise(buffer.rule):
             transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.rule)
             self._made[rule] = (lr, momentum), transform

@@ -30,12 +30,15 @@ def agree(files: StateFiles | None, world: RankAxis, *, error: BaseException | N
     messages = collectives.exchange(
         None if cause is None else str(cause) or repr(cause), world, label=Label("files")
     )
+    if files is not None:
+        files.update = None  # it has ended, and all ranks know how
     failed = [rank for rank, message in enumerate(messages) if message is not None]
     if not failed:
         return
     if cause is None:
         cause = StoreError(
-            f"rank {failed[0]}: its state in files cannot be used any more, and so no rank's can: "
+            f"rank {failed[0]}: its state{' in files' * (files is not None)} cannot be used any "
+            f"more, and so no rank's can: "
             f"{messages[failed[0]]}"
         )
     if files is not None:

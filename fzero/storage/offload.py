@@ -18,6 +18,7 @@ good, all ranks raise, and no rank's state can be used any more.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import optree
@@ -30,11 +31,13 @@ from fzero.comms.mesh import RankMesh
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.state import QUANTITIES, TrainState
+from fzero.storage.async_update import AsyncUpdates
 from fzero.storage.buffer_sizes import staged_from_files, updates_on_host
 from fzero.storage.file_agreement import agree
 from fzero.storage.file_tensor import FileSpec, FileTensor, StoredTensor, handles_of, renewed
 from fzero.storage.offload_leaves import Leaves, leaves_of, long_tensors, tensors_of, with_long
 from fzero.storage.offload_unsharded import update_unsharded
+from fzero.storage.promised import error_of
 from fzero.storage.shard_io import MovingTransfer
 from fzero.storage.shard_transfer import BufferPool
 from fzero.storage.state_memory import DeviceMemory, MemoryKind, Parts, memory_kind
@@ -63,7 +66,6 @@ class Offload:
         }
         self.has_files = bool(self._files)
         used = (name for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
-        self.passes_use_files = any(name in self._files for name in used)
         self._away = {
             key
             for key, leaves in self._leaves.items()
@@ -71,20 +73,18 @@ class Offload:
         }
         trained = [b for b in plan.flat_buffers if b.trainable]
         self._wholes = {b.key for b in trained if not b.elementwise or self.joins(b)}
+        self._async = AsyncUpdates(plan, self._leaves, self._wholes, device)
+        self.passes_use_files = bool(self._async.keys) or any(name in self._files for name in used)
         self._on_host = {b.key for b in trained if updates_on_host(b, plan)}
         cut_ = [self._leaves[b.key] for b in trained if b.key not in self._wholes]
-        self._most = max(
-            (sum(n in self._files for n in (*of.names, of.grad)) for of in cut_), default=0
-        )
-        self._extra = max(
+        most = max((sum(n in self._files for n in (*of.names, of.grad)) for of in cut_), default=0)
+        extra = max(
             (of.param != of.updated and of.param in self._files for of in cut_), default=False
         )
-        self._ahead = plan.streaming.ahead(self._most)
-        alive, spare = (
-            1 + sum(self._ahead.values()),
-            plan.streaming.num_pooled(self._most, self._extra),
-        )
-        spare -= alive * (self._most + self._extra)
+        self._room = {"most": most, "extra": extra}
+        self._ahead: dict[str, Any] = dict(plan.streaming.ahead(most))
+        alive, spare = 1 + sum(self._ahead.values()), plan.streaming.num_pooled(most, extra)
+        spare -= alive * (most + extra)
         early = max((sum(name in self._files for name in of.names) for of in cut_), default=0)
         self._num_early = alive + spare // max(early, 1) if plan.streaming.read_ahead else 0
         longest = max((of.numel for of in self._leaves.values()), default=0)
@@ -119,7 +119,7 @@ class Offload:
         return memory_kind(leaves.specs[name].placement, self.device) == kind
 
     def is_away(self, buffer: FlatParamPlan) -> bool:
-        return buffer.key in self._away
+        return buffer.key in self._away or buffer.key in self._async.keys
 
     def joins(self, buffer: FlatParamPlan) -> bool:
         leaves = self._leaves[buffer.key]
@@ -147,8 +147,7 @@ class Offload:
                 self._files,
                 self._streaming,
                 sub_group_numel=self.sub_group_numel,
-                most=self._most,
-                extra=self._extra,
+                **self._room,
                 staged_nbytes=self._staged_nbytes,
                 rank=world.global_rank(world.rank),
             )
@@ -171,8 +170,7 @@ class Offload:
         return files.has_room(
             self._streaming,
             sub_group_numel=self.sub_group_numel,
-            most=self._most,
-            extra=self._extra,
+            **self._room,
         )
 
     def init(
@@ -183,7 +181,7 @@ class Offload:
         values_S: Tensor,
         make: Callable[[], Transform],
     ) -> Parts:
-        if not buffer.trainable or not self.is_away(buffer) or buffer.key in self._wholes:
+        if not buffer.trainable or buffer.key not in self._away or buffer.key in self._wholes:
             return self.move(buffer, files, self._here.init_here(buffer, param, values_S, make))
         leaves = self._leaves[buffer.key]
         made = self._empty(leaves, files)
@@ -243,8 +241,9 @@ class Offload:
             )
 
     def agree_on(self, tree: Any, world: RankAxis) -> None:
-        if self.has_files:
-            agree(next(handle.files for handle in handles_of(tree)), world)
+        if self.has_files or self._async.keys:
+            handles = handles_of(tree)
+            agree(handles[0].files if handles else None, world, error=error_of(tree))
 
     def step(
         self,
@@ -291,10 +290,15 @@ class Offload:
             if files is not None:
                 files.fail_by_message(error)
             raise
-        self._update([update for update in updates if update.buffer.key not in self._wholes], files)
+        rest = [update for update in updates if update.buffer.key not in self._wholes]
+        now, later = self._async.divided(state, rest)
+        self._update(now, files)
+        if files is not None and (now or wholes or not later):
+            agree(files, mesh.world)
+        if later:
+            state = self._async.begin(state, later, files, self._stream)
         if files is None:
             return state
-        agree(files, mesh.world)
         files.generation += 1
         return state._replace(**{name: renewed(getattr(state, name)) for name in QUANTITIES})
 
@@ -302,8 +306,13 @@ class Offload:
         """Updates elementwise buffers in one stream. Errors are kept for `agree` if
         there are files.
         """
-        if files is not None and files.cause is not None:
-            return
+        if files is None or files.cause is None:
+            _run_stream(files, partial(self._stream, updates))
+
+    def _stream(
+        self, updates: Sequence[Update], ended: Callable[[str], object] = lambda _: None
+    ) -> None:
+        """The one stream; `ended` is called with the key of each buffer that is written."""
         streamed, tensors = [], []
         for update in updates:
             tensors.append((update.buffer, tensors_of(update, self._leaves[update.buffer.key])))
@@ -315,12 +324,12 @@ class Offload:
                     update.state,
                 )
             )
-        mover = self._mover(tensors)
-        _run_stream(
-            files,
-            lambda: storage.stream.update_streamed(
-                streamed, mover, sub_group_numel=self.sub_group_numel, **self._ahead
-            ),
+        storage.stream.update_streamed(
+            streamed,
+            self._mover(tensors),
+            sub_group_numel=self.sub_group_numel,
+            ended=ended,
+            **self._ahead,
         )
 
     def init_here(

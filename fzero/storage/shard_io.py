@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import final
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from fzero.common.profiler_ranges import profiler_range
 from fzero.storage.buffer_sizes import MOST_LEAVING
 from fzero.storage.file_tensor import FileTensor, StoredTensor, kept
+from fzero.storage.promised import PromisedTensor, or_zeros
 from fzero.storage.shard_transfer import BufferPool, write_here
 
 
@@ -49,6 +51,7 @@ class MovingTransfer:
         is_here = isinstance(x, Tensor) and x.device == self.device
         if (
             not is_here
+            and not _is_written(x)
             and name not in self._coming
             and (self.most is None or len(self._coming) < self.most)
         ):
@@ -86,7 +89,7 @@ class MovingTransfer:
 
     def _start(self, name: str, x: StoredTensor) -> Callable[[], Tensor]:
         if isinstance(x, Tensor) and x.device == self.device:
-            return lambda: x
+            return partial(or_zeros, x)
         with profiler_range("load", name):
             return self._start_file(name, x) if isinstance(x, FileTensor) else self._start_copy(x)
 
@@ -96,7 +99,7 @@ class MovingTransfer:
         if self._copies_out is not None:
             self._copies_in.wait_stream(self._copies_out)  # may still be writing `x`
         with torch.cuda.stream(self._copies_in):
-            copy = x.to(self.device, non_blocking=True)
+            copy = or_zeros(x).to(self.device, non_blocking=True)
             is_here = self._copies_in.record_event()
 
         def finish() -> Tensor:
@@ -195,3 +198,10 @@ class MovingTransfer:
             self.scratch.give(wait())
         self._coming.clear()
         self.settle()
+
+
+def _is_written(x: StoredTensor) -> bool:
+    """Whether a running update may still write a shard, so that to load it would wait."""
+    if isinstance(x, FileTensor):
+        return x.files.is_written(x.name)
+    return isinstance(x, PromisedTensor) and x.is_running

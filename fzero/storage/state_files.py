@@ -18,6 +18,7 @@ from fzero.storage.file_store import FileStore
 from fzero.storage.file_tensor import FileSpec, FileTensor, StoreError, bare
 from fzero.storage.host_memory import bytes_of, check_host_memory
 from fzero.storage.movers import FileMover, TensorRange
+from fzero.storage.promised import RunningUpdate
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
 
@@ -54,6 +55,7 @@ class StateFiles:
         rank: int,
     ) -> None:
         self.plan, self.generation = files, 0
+        self.update: RunningUpdate | None = None
         self._cause: BaseException | None = None
         self._movers: dict[str, FileMover] = {}
         self._room = _room(streaming, sub_group_numel, most, extra)
@@ -113,15 +115,31 @@ class StateFiles:
         return FileTensor(self, name, (spec.numel,), torch_dtype(spec.dtype), self.generation)
 
     def check(self) -> None:
-        """Raises a StoreError if the contents of the files must not be used any more."""
-        for mover in self._movers.values():
-            mover.store.check()
+        """Raises a StoreError if the contents of the files must not be used any more.
+
+        The failure of an update that runs is not known to all ranks until they agree.
+        """
+        if self.update is None:
+            for mover in self._movers.values():
+                mover.store.check()
+
+    def wait(self, name: str | None = None) -> None:
+        """Waits until the running update has written a file, or has ended."""
+        if self.update is not None and name is not None:
+            self.update.wait(name)
+        elif self.update is not None:
+            self.update.rest()
+
+    def is_written(self, name: str) -> bool:
+        """Whether the running update may still write a file."""
+        return self.update is not None and self.update.is_running(name)
 
     @property
     def cause(self) -> BaseException | None:
         """Why these files cannot be used any more, to be raised; None while they are
-        good. Includes failures not yet awaited.
+        good. Includes failures not yet awaited; waits for a running update.
         """
+        self.wait()
         if self._cause is not None:
             return bare(self._cause) if isinstance(self._cause, StoreError) else self._cause
         return next(
@@ -132,6 +150,7 @@ class StateFiles:
         """Waits for all reads and writes under way. A failure becomes the `cause`, and
         raises nothing here.
         """
+        self.wait()
         for mover in self._movers.values():
             mover.store.rest()
 
@@ -154,6 +173,7 @@ class StateFiles:
         """Starts to read one tensor of a sub-group, if there is room for it; an error
         breaks the files.
         """
+        self.wait()
         try:
             self.mover(name).prefetch(TensorRange(name, start, stop))
         except StoreError as error:
@@ -163,18 +183,21 @@ class StateFiles:
         """Starts to fill a tensor of `host_memory.paged` with a full file; the returned
         function waits, and raises errors.
         """
+        self.wait(name)
         return self.mover(name).store.read(name, 0, flat.numel(), bytes_of(flat))
 
     def start_write(self, name: str, flat: Tensor) -> Callable[[], object]:
         """Starts to write such a tensor, which must not change until the end. Returns
         and raises as `start_read`.
         """
+        self.wait()
         mover = self.mover(name)
         mover.forget(TensorRange(name, 0, flat.numel()))
         return mover.store.write(name, 0, flat.numel(), bytes_of(flat))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a file, at any positions, in new memory on the CPU."""
+        self.wait()
         out = torch.empty(max(stop - start, 0), dtype=torch_dtype(self.plan[name][1].dtype))
         with self._aligned(name, start, stop) as ranges:
             for begin, end, buffer in ranges:
@@ -187,6 +210,7 @@ class StateFiles:
         """Writes elements from `start` on, at any position, and returns when they are
         in the file; others are unchanged.
         """
+        self.wait()
         store, stop = self.mover(name).store, start + values.numel()
         self.mover(name).forget(TensorRange(name, start, stop))
         with self._aligned(name, start, stop) as ranges:

@@ -31,6 +31,7 @@ from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.state import QUANTITIES, TrainState
 from fzero.storage.file_tensor import handles_of
+from fzero.storage.promised import arrived, promises_of
 from fzero.storage.shard_transfer import BufferPool, Resident, ShardTransfer, to_device
 from fzero.verbs import start_join
 from sharding import TensorSpec
@@ -129,7 +130,7 @@ def taken(state: TrainState[Tensor]) -> TrainState[Tensor]:
     An empty counter marks a donated state. A copy that shares the counter is marked,
     too: it shares the memory that the step overwrites.
     """
-    own = state._replace(step=state.step.clone())
+    own = (arrived(state) if promises_of(state) else state)._replace(step=state.step.clone())
     state.step.resize_(0)
     return own
 

@@ -141,6 +141,7 @@ def stream_update(
     *,
     read_ahead: int = 1,
     write_behind: int = 1,
+    ended: Callable[[SubGroup], object] = lambda _: None,
 ) -> None:
     """Updates sub-groups in order. When it returns, all of them have been written back.
 
@@ -150,6 +151,7 @@ def stream_update(
             follow each other.
         read_ahead, write_behind: how many sub-groups are in transfer before, and after,
             the one that is being updated.
+        ended: is called with each sub-group that has been written back.
 
     Raises:
         ValueError: the mover has no room for that, or a number is negative; nothing was
@@ -174,9 +176,9 @@ def stream_update(
             with profiler_range("write_back", sub_group):
                 written.append((sub_group, mover.write_back(sub_group)))
             if len(written) > write_behind:
-                _end_put(*written.popleft())
+                ended(_end_put(*written.popleft()))
         for put in written:
-            _end_put(*put)
+            ended(_end_put(*put))
         with profiler_range("wait fence"):
             mover.fence()
     except BaseException as error:
@@ -198,9 +200,10 @@ def _update_fetched(
         update(sub_group, tensors)
 
 
-def _end_put(sub_group: SubGroup, wait: Callable[[], object]) -> None:
+def _end_put(sub_group: SubGroup, wait: Callable[[], object]) -> SubGroup:
     with profiler_range("wait write_back", sub_group):
         wait()
+    return sub_group
 
 
 class Streamed(NamedTuple):
@@ -277,7 +280,12 @@ def init_streamed(
 
 
 def update_streamed(
-    buffers: Sequence[Streamed], mover: Mover, *, sub_group_numel: int, **ahead: int
+    buffers: Sequence[Streamed],
+    mover: Mover,
+    *,
+    sub_group_numel: int,
+    ended: Callable[[str], object] = lambda _: None,
+    **ahead: int,
 ) -> None:
     """Updates parameters and state by sub-groups, bit for bit as their transforms do on
     full tensors.
@@ -286,6 +294,8 @@ def update_streamed(
         buffers: in the order in which they are updated, as one stream.
         sub_group_numel: elements of a sub-group, a multiple of 32 (and of the mover's
             own granularity).
+        ended: is called with the name of the updated tensor of each buffer of which all
+            tensors have been written back.
         ahead: `read_ahead` and `write_behind` of `stream_update`, which also documents
             the errors.
     """
@@ -295,7 +305,13 @@ def update_streamed(
         kept = () if buffer.grad is None else (buffer.grad,)
         of_buffer = cut(buffer.all_names, buffer.numel, sub_group_numel, made=made, kept=kept)
         groups += [(buffer, group) for group in of_buffer]
-    _stream(_update, groups, mover, ahead)
+    lasts = {buffer.names[0]: buffer.numel for buffer in buffers}
+
+    def is_back(group: SubGroup) -> None:
+        if group.stop == lasts[group.names[0]]:
+            ended(group.names[0])
+
+    _stream(_update, groups, mover, {**ahead, "ended": is_back})
 
 
 def _update(buffer: Streamed, group: SubGroup, at: dict[str, Tensor]) -> None:
@@ -321,11 +337,11 @@ def _stream(
     work: StreamedUpdate,
     groups: Sequence[tuple[Streamed, SubGroup]],
     mover: Mover,
-    ahead: dict[str, int],
+    how: dict[str, Any],
 ) -> None:
     buffer_of = {group.names: buffer for buffer, group in groups}
 
     def update(group: SubGroup, tensors: list[Tensor]) -> None:
         work(buffer_of[group.names], group, dict(zip(group.names, tensors, strict=True)))
 
-    stream_update(update, mover, [group for _, group in groups], **ahead)
+    stream_update(update, mover, [group for _, group in groups], **how)
