@@ -63,7 +63,7 @@ def saving(work: ForwardBackward) -> Iterator[None]:
 
 
 @contextmanager
-def _disable(message: str) -> Iterator[None]:
+def _disable(error_message: str) -> Iterator[None]:
     """As PyTorch's `disable_saved_tensors_hooks`, by which a transform of torch.func
     begins, but the hooks of a step do not count.
     """
@@ -71,7 +71,7 @@ def _disable(message: str) -> Iterator[None]:
     for _ in mine:
         _autograd._pop_saved_tensors_default_hooks()
     try:
-        with disable_saved_tensors_hooks(message):
+        with disable_saved_tensors_hooks(error_message):
             yield
     finally:
         for each in mine:
