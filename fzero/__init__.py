@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fzero.profiling.run_log import log as log
     from fzero.resharding.place import place as place
     from fzero.resharding.reshard import reshard as reshard
+    from fzero.runtime.functional import functional as functional
     from fzero.simulation import simulate as simulate
     from fzero.state import Metrics as Metrics, TrainState as TrainState
     from fzero.step import TrainStep as TrainStep, make_train_step as make_train_step
@@ -88,6 +89,7 @@ else:
             "profiling.run_log": "log",
             "resharding.place": "place",
             "resharding.reshard": "reshard",
+            "runtime.functional": "functional",
             "simulation": "simulate",
             "state": "Metrics TrainState",
             "step": "TrainStep make_train_step",
