@@ -46,7 +46,12 @@ _OPEN: list[_Saving] = []
 
 @contextmanager
 def saving(work: ForwardBackward) -> Iterator[None]:
-    """Inside, views of gathered buffers are saved as `SavedView`s."""
+    """Inside, views of gathered buffers are saved as `SavedView`s; not where a transform
+    of torch.func is around it, which allows no hooks.
+    """
+    if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        yield
+        return
     pack, unpack = untraced(Gathers.as_saved), untraced(type(work).unpack)
     mine = _Saving(threading.get_ident(), partial(pack, work.gathers), partial(unpack, work))
     if not _OPEN:

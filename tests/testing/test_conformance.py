@@ -50,12 +50,9 @@ COLUMNS = [
     ("fzero-simulated", 1),
 ]
 REFUSED = {
-    "fzero-engine": ("gradient_penalty", "jvp_in_the_loss"),
     "fzero-captured": ("a_block_that_is_skipped_in_some_updates",),
 }
-"""Laws that a system may refuse: torch.func in a loss that `engine.backward` gets, and a
-branch on data in one graph.
-"""
+"""Laws that a system may refuse: a branch on data in one graph."""
 ON_NEW_RANKS = [name for name, one in LAWS.items() if one.then or one.num_lost]
 
 

@@ -55,13 +55,14 @@ from fzero.deepspeed.engine.param_views import ENGINES, LiveParams
 from fzero.deepspeed.engine.progress import Progress
 from fzero.deepspeed.engine.settings import DEEPSPEEDS_OWN, Settings
 from fzero.deepspeed.engine.step_log import CommsLog
+from fzero.model.binding import beneath_transforms, records_gradients
 from fzero.model.errors import not_trained
 from fzero.model.own_params import untraced
 from fzero.pipeline.module import PipelineError
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Outcome
-from fzero.runtime.phases import check_window, collect, going_back, scaled_loss
+from fzero.runtime.phases import check_window, collect, going_back, passing, scaled_loss
 from fzero.state import Metrics, TrainState
 from fzero.step import AccumulationWindow, TrainStep, end
 from fzero.storage.shard_transfer import read_later
@@ -134,7 +135,9 @@ class Engine(nn.Module):
         self.has_lost = self.grads_are_reduced = False
         self._lacks_loss = self._has_warned = self._runs_parts = False
         self._direct = DirectBackward(
-            self._collects_directly, scales=train_step.runtime.rules.loss.scales_loss
+            self._collects_directly,
+            self._passes_directly,
+            scales=train_step.runtime.rules.loss.scales_loss,
         )
         self.engine_settings, self.progress = Settings(self), Progress(self)
         micro_batch = self.cfg.batch_sizes(self.dp_world_size).micro
@@ -491,7 +494,7 @@ class Engine(nn.Module):
                 self.held_module.is_inside = False
 
         is_func = torch._C._are_functorch_transforms_active()
-        trains = torch.is_grad_enabled() and not is_func and self.live_optimizer is not None
+        trains = records_gradients() and self.live_optimizer is not None
         if step.runtime.observer and trains and part is None:
             step.runtime.observer.sees((inputs, kwargs), is_call=True)
         with self.engine_log.watch.of("forward", self.global_steps, trains=trains):
@@ -499,14 +502,18 @@ class Engine(nn.Module):
                 return self._inspect(
                     step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func
                 )
-            no_grad_names = self._no_grad_names()
-            with self._guarded():
+            with beneath_transforms(call) as within, self._guarded():
+                no_grad_names = self._no_grad_names()
                 window = self._opened(no_grad_names)
                 outputs = self.train_step.forward(
-                    window, call, run=run, no_grad_names=no_grad_names
+                    window,
+                    within,
+                    run=f"{run} func" if is_func else run,
+                    no_grad_names=no_grad_names,
                 )
                 self.held_module.show_buffers()
-            self._direct.watch(window.forward_backward, outputs)
+            # in a transform the outputs belong to the graph of its own backward
+            self._direct.watch(window.forward_backward, () if is_func else outputs)
             return outputs
 
     def _no_grad_names(self) -> frozenset[str]:
@@ -576,6 +583,19 @@ class Engine(nn.Module):
         with self._collects(visits, loss, retain_graph=retain_graph):
             assert self.open_window is not None
             self.outside_grads.expect(self.open_window.forward_backward)
+            yield
+
+    @contextmanager
+    def _passes_directly(self, retain_graph: bool) -> Iterator[None]:
+        """Inside, a gradient by activations goes through the forwards of the window."""
+        step, window = self.active_step(), self.open_window
+        assert window is not None
+        visits = window.forward_backward.forwards.last_alone or {}
+        with (
+            _available(step),
+            self._guarded(),
+            passing(step.runtime, window, visits, retain_graph=retain_graph),
+        ):
             yield
 
     def _inspect(self, step: TrainStep, call: Callable[[], T], *, run: str, keeps: bool) -> T:
