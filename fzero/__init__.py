@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from fzero.deepspeed.engine.engine import Engine as Engine
     from fzero.deepspeed.engine.initialize import initialize as initialize
+    from fzero.derivatives import functional as functional
     from fzero.digests.recorder import record as record
     from fzero.digests.replaying import ReplayError as ReplayError, replay as replay
     from fzero.generation.gathered_model import generating as generating
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from fzero.profiling.run_log import log as log
     from fzero.resharding.place import place as place
     from fzero.resharding.reshard import reshard as reshard
-    from fzero.runtime.functional import functional as functional
     from fzero.simulation import simulate as simulate
     from fzero.state import Metrics as Metrics, TrainState as TrainState
     from fzero.step import TrainStep as TrainStep, make_train_step as make_train_step
@@ -74,6 +74,7 @@ else:
             "config.config": "Config ConfigError ConfigWarning",
             "deepspeed.engine.engine": "Engine",
             "deepspeed.engine.initialize": "initialize",
+            "derivatives": "functional",
             "digests.recorder": "record",
             "digests.replaying": "ReplayError replay",
             "generation.gathered_model": "generating",
@@ -89,7 +90,6 @@ else:
             "profiling.run_log": "log",
             "resharding.place": "place",
             "resharding.reshard": "reshard",
-            "runtime.functional": "functional",
             "simulation": "simulate",
             "state": "Metrics TrainState",
             "step": "TrainStep make_train_step",

@@ -341,11 +341,17 @@ def backward_through(
 
 @contextmanager
 def passing(
-    run: StepRuntime, window: AccumulationWindow, visits: Visits, *, retain_graph: bool
+    run: StepRuntime,
+    window: AccumulationWindow,
+    visits: Visits | None = None,
+    *,
+    retain_graph: bool,
 ) -> Iterator[None]:
-    """Inside, a backward goes through these visits, without gradients of parameters.
-    *Collective* in stage 3.
+    """Inside, a backward goes through these visits (None: those of the last forward),
+    without gradients of parameters. *Collective* in stage 3.
     """
+    if visits is None:
+        visits = window.forward_backward.forwards.last_alone or {}
     with (
         bound_to(run, window, lambda: visits),
         window.forward_backward.backward_through(visits, retain_graph=retain_graph),

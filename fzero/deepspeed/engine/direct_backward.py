@@ -86,7 +86,9 @@ class DirectBackward:
             elif work.status == "over":
                 raise RuntimeError(OVER)
 
-        for tensor in tensors_in(outputs):
+        # in a transform of torch.func the outputs belong to the graph of its own backward
+        is_func = torch._C._are_functorch_transforms_active()
+        for tensor in tensors_in(() if is_func else outputs):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(begin_early)
 

@@ -203,11 +203,7 @@ class Engine(nn.Module):
     # --- a step -----------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's outputs, with their graph; without gradients, and under
-        torch.func, nothing is saved for a backward.
-
-        *Collective* in stage 3: every rank.
-        """
+        """The module's outputs, with their graph."""
         self._check_is_whole()
         if self.is_gathered:
             return self.module(*inputs, **kwargs)
@@ -444,15 +440,13 @@ class Engine(nn.Module):
     def run_part(
         self, name: str, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> T:
-        """Runs a submodule that the script calls by itself, on its inputs as they are."""
+        """Runs a submodule that the script calls."""
         self._runs_parts = True
         return self.run_forward(function, inputs, kwargs, part=name)
 
     @property
     def repeated(self) -> ForwardBackward | None:
-        """In a backward, while a checkpoint of the script runs such a submodule again:
-        what it runs for. Else None.
-        """
+        """What a checkpoint of the script runs such a submodule again for; or None."""
         if not self._runs_parts or self.held_module.is_inside or self.open_window is None:
             return None
         work = self.open_window.forward_backward
@@ -494,26 +488,21 @@ class Engine(nn.Module):
                 self.held_module.is_inside = False
 
         is_func = torch._C._are_functorch_transforms_active()
+        run = f"{run} func" if is_func else run
         trains = records_gradients() and self.live_optimizer is not None
         if step.runtime.observer and trains and part is None:
             step.runtime.observer.sees((inputs, kwargs), is_call=True)
         with self.engine_log.watch.of("forward", self.global_steps, trains=trains):
             if not trains:
-                return self._inspect(
-                    step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func
-                )
+                return self._inspect(step, call, run=f"{run} alone", keeps=not is_func)
             with beneath_transforms(call) as within, self._guarded():
                 no_grad_names = self._no_grad_names()
                 window = self._opened(no_grad_names)
                 outputs = self.train_step.forward(
-                    window,
-                    within,
-                    run=f"{run} func" if is_func else run,
-                    no_grad_names=no_grad_names,
+                    window, within, run=run, no_grad_names=no_grad_names
                 )
                 self.held_module.show_buffers()
-            # in a transform the outputs belong to the graph of its own backward
-            self._direct.watch(window.forward_backward, () if is_func else outputs)
+            self._direct.watch(window.forward_backward, outputs)
             return outputs
 
     def _no_grad_names(self) -> frozenset[str]:
@@ -587,15 +576,10 @@ class Engine(nn.Module):
 
     @contextmanager
     def _passes_directly(self, retain_graph: bool) -> Iterator[None]:
-        """Inside, a gradient by activations goes through the forwards of the window."""
-        step, window = self.active_step(), self.open_window
-        assert window is not None
-        visits = window.forward_backward.forwards.last_alone or {}
-        with (
-            _available(step),
-            self._guarded(),
-            passing(step.runtime, window, visits, retain_graph=retain_graph),
-        ):
+        """Inside, a gradient by activations passes."""
+        step, window = self.active_step(), self._opened(frozenset())
+        through = passing(step.runtime, window, retain_graph=retain_graph)
+        with _available(step), self._guarded(), through:
             yield
 
     def _inspect(self, step: TrainStep, call: Callable[[], T], *, run: str, keeps: bool) -> T:

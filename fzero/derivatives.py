@@ -14,23 +14,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from fzero.common.arguments import check_callable
-from fzero.comms.primitives import all_gather
 from fzero.model.binding import is_bound
 from fzero.plans.plan import UnitPlan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
+from fzero.step import TrainStep
 from fzero.storage.shard_transfer import own_shard, read_later
+from fzero.verbs import gather_shards
 from sharding.views import unflatten
-
-if TYPE_CHECKING:
-    from fzero.step import TrainStep
 
 T = TypeVar("T")
 Params = dict[str, Tensor]
@@ -128,9 +126,7 @@ class _Gathered:
 
     def _views(self, unit: UnitPlan) -> Iterator[tuple[str, Tensor]]:
         for buffer in unit.buffers:
-            full = self.shards[buffer.key]
-            for axis in reversed(self.run.mesh.axes):
-                full = all_gather(full, axis)
+            full = gather_shards(self.shards[buffer.key], self.run.mesh)
             for name, view in unflatten(full, buffer.layout).items():
                 view.fzero_name = name  # type: ignore[attr-defined]
                 yield name, view
