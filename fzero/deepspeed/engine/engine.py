@@ -203,7 +203,7 @@ class Engine(nn.Module):
     # --- a step -----------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's outputs, with their graph."""
+        """The module's outputs. *Collective* in stage 3."""
         self._check_is_whole()
         if self.is_gathered:
             return self.module(*inputs, **kwargs)
@@ -294,12 +294,10 @@ class Engine(nn.Module):
         the last update.
 
         Args:
-            visits: those of the backward.
-            loss: without the loss scale; None where it is not known.
-            retain_graph: whether the graph is kept.
+            loss: without the loss scale; None if not known.
             num_parts: the number of micro-steps over which the loss is a mean; None is
                 that of an accumulation.
-            passing: lets it pass through other engines.
+            passing: through other engines.
         """
         step, window = self.active_step(), self.open_window
         assert window is not None
