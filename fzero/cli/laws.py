@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,12 @@ def laws(arguments: list[str]) -> int:
         "--seconds", type=count, default=60, help="after which a law counts as hanging (default 60)"
     )
     parser.add_argument("--write", metavar="FILE", help="write the page of all laws, as Markdown")
+    parser.add_argument(
+        "--results",
+        metavar="FILE",
+        help="append each result to this file, as a line of JSON, and try no law again whose result is there: a run of all "
+        "systems takes an hour, and may be interrupted",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
     results: list[Result] = []
@@ -55,17 +62,50 @@ def laws(arguments: list[str]) -> int:
             [name for name in SYSTEMS if SYSTEMS[name].is_here()] if given.write else ["fzero"]
         )
         systems = [_system(name) for name in given.system or default]
+        kept = Kept(given.results)
         for system in systems:
-            tried = try_laws(system, chosen, given.ranks, seconds=given.seconds)
+            known = kept.of(system, given.ranks)
+            results.extend(known[one.name] for one in chosen if one.name in known)
+            rest = [one for one in chosen if one.name not in known]
+            tried = try_laws(system, rest, given.ranks, seconds=given.seconds)
             for index, result in enumerate(tried, 1):
                 results.append(result)
-                _progress(f"{system.name} {index}/{len(chosen)} {result.law}: {result.mark}")
+                kept.add(system, given.ranks, result)
+                _progress(f"{system.name} {index}/{len(rest)} {result.law}: {result.mark}")
         _progress("")
         if given.write:
             Path(given.write).write_text(page(results, chosen, systems, given.ranks), "utf-8")
         return shown(results, given.ranks), {"results": [result._asdict() for result in results]}
 
     return print_result(make, given.json) or int(any(r.mark == "wrong" for r in results))
+
+
+class Kept:
+    """The results in a file of lines of JSON; none, without a file."""
+
+    def __init__(self, file: str | None) -> None:
+        self._path = None if file is None else Path(file)
+
+    def of(self, system: System, num_ranks: int) -> dict[str, Result]:
+        """By law, those of this version of a system; of several, the last one."""
+        found: dict[str, Result] = {}
+        if self._path is not None and self._path.exists():
+            for line in self._path.read_text("utf-8").splitlines():
+                of = json.loads(line)
+                if of["about"] == self._about(system, num_ranks):
+                    result = Result(**{**of["result"], "stages": tuple(of["result"]["stages"])})
+                    found[result.law] = result
+        return found
+
+    def add(self, system: System, num_ranks: int, result: Result) -> None:
+        if self._path is not None:
+            line = {"about": self._about(system, num_ranks), "result": result._asdict()}
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    @staticmethod
+    def _about(system: System, num_ranks: int) -> list[Any]:
+        return [system.name, system.version(), num_ranks]
 
 
 def _progress(text: str) -> None:

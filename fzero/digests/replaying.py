@@ -25,6 +25,7 @@ from fzero.comms import collectives
 from fzero.comms.records import Label
 from fzero.digests.digest import Digest
 from fzero.digests.watching import Watched, WatchedStep, watched_step
+from fzero.resharding.place import copied
 from fzero.state import Metrics, TrainState
 from fzero.step import TrainStep
 
@@ -91,15 +92,15 @@ def replay(step: TrainStep, state: State, batch: Any, *, every: int = 1) -> tupl
     backward to compare.
 
     A replayed step takes the time of two steps (the first one, of three) and needs
-    memory for a second state. The given state stays valid, also after an error.
-    (Another call, with `every`, donates it as the step does.)
+    memory, or room on the disk, for a second state. The given state stays valid, also
+    after an error. (Another call, with `every`, donates it as the step does.)
 
     *Collective:* every rank, as `step(state, batch)`; sends a checksum of each value
     that ranks share.
 
     Args:
         step: of `make_train_step`.
-        state: its tensors must be in memory.
+        state: of that step, wherever its tensors live.
         batch: as for the step; each run gets a copy of its tensors.
         every: only the steps whose number of updates is a multiple of it are replayed;
             the others run once.
@@ -108,7 +109,8 @@ def replay(step: TrainStep, state: State, batch: Any, *, every: int = 1) -> tupl
         FloatingPointError: both runs raise it, as `step(state, batch)` does.
         ReplayError: on every rank. After a difference over time a third run tells a
             fault that happened once from a kernel that is not deterministic.
-        ValueError: the step is no `TrainStep`, or a tensor of the state is in a file.
+        ValueError: the step is no `TrainStep`, or `every` is less than 1.
+        StoreError, MemoryError: on every rank: files for the second state cannot be made.
     """
     rule = "a step of make_train_step; fzero.simulate and engines hold one"
     check_kind("replay", step, TrainStep, rule, "pass that")
@@ -120,12 +122,6 @@ def replay(step: TrainStep, state: State, batch: Any, *, every: int = 1) -> tupl
     number = int(state.step)
     if number % every:
         return step(state, batch)
-    in_files = [x for x in optree.tree_leaves(state) if not isinstance(x, Tensor)]
-    if in_files:
-        raise ValueError(
-            f"replay: all tensors of the state must be in memory, got {len(in_files)} in files, of "
-            f"which a run cannot have a copy; place them in host memory (device: cpu)"
-        )
     return _Replay(step, state, batch, number).run()
 
 
@@ -159,7 +155,8 @@ class _Replay:
 
     def _again(self) -> WatchedStep:
         batch = _copies(self.batch)
-        return watched_step(self.step, _copies(self.state), iter(batch) if self.draws else batch)
+        state = copied(self.state, self.step)
+        return watched_step(self.step, state, iter(batch) if self.draws else batch)
 
     def _told(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order."""

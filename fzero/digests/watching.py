@@ -24,6 +24,7 @@ from fzero.digests.digest import Digest, digest
 from fzero.runtime import phases
 from fzero.state import Metrics, TrainState
 from fzero.step import TrainStep, end
+from fzero.storage.file_tensor import FileTensor
 from sharding import Replicated, Sharded, Spec
 
 Phase = Literal["given state", "gather", "forward", "backward", "reduction", "update"]
@@ -71,6 +72,8 @@ def watched_step(step: TrainStep, state: TrainState[Tensor], batch: Any) -> Watc
     state, micro_batches = phases.check(run, state, batch)
     with found.hooks():
         collected = run.program(run, state, micro_batches)
+    if collected.transfer is not None:
+        collected.transfer.settle()  # gradients in files are read below
     if collected.outcome is None:
         specs = step.specs.grads
         for key, grad in collected.state.grads.items():
@@ -95,7 +98,7 @@ class _Watcher:
 
     def see(self, phase: Phase, unit: str, tensor: str, x: Any, spec: Spec | None = None) -> None:
         """Adds a tensor; with its spec, if ranks hold the same values."""
-        if not isinstance(x, Tensor) or _is_wrapped(x):
+        if not isinstance(x, Tensor | FileTensor) or (isinstance(x, Tensor) and _is_wrapped(x)):
             return
         shard = None
         if isinstance(spec, Sharded):

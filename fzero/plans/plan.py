@@ -68,6 +68,7 @@ class Plan:
             prefetch; a single unit may exceed it.
         num_micro_steps: micro-batches of a step.
         seq_size: neighbours that share samples.
+        activation_sends: see `fzero.estimation.plan_for`.
         max_reducing: see `UnitRules`.
         max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step
             (`PassOptions`); with None the compiled step chooses them.
@@ -94,6 +95,7 @@ class Plan:
     max_reducing: int
     num_micro_steps: int = 1
     seq_size: int = 1
+    activation_sends: tuple[traffic.ActivationSend, ...] = field(default=(), repr=False)
     max_reuse_distance: int | None = None
     gather_bucket: int | None = None
     reduce_bucket: int | None = None
@@ -328,6 +330,7 @@ class Plan:
         Two cases are known only after the first step (`TrainStep.schedule`): a unit
         whose weights the backward does not need (an embedding) is not gathered in it,
         and a unit that is used in several separate places is gathered for each.
+        With `activation_sends`, those too.
         """
         return totals(self.sent_by_axis)
 
@@ -357,7 +360,9 @@ class Plan:
         sent = traffic.sent_by_axis(
             self.units, self.mesh, hooks=hooks, num_micro_steps=self.num_micro_steps, size=size
         )
-        return owned.with_exchanges(sent, self, size) if self.owners else sent
+        if self.owners:
+            sent = owned.with_exchanges(sent, self, size)
+        return traffic.with_activations(sent, self, size)
 
     def __rich__(self) -> Group:
         """The units as a table, and lines that say what a rank holds and sends."""

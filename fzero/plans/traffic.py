@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from fzero.comms.comm_hooks import CommHook
 from fzero.comms.records import messages
@@ -34,6 +34,44 @@ Collective = Literal[
     "all_gather in the backward",
 ]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+
+
+class ActivationSend(NamedTuple):
+    """A collective of activations in the forward or backward of one micro-step.
+
+    Attributes:
+        collective: its name.
+        axis: the mesh axis of its ranks.
+        numel: the elements that this rank sends to all others together.
+        dtype: their dtype.
+    """
+
+    collective: str
+    axis: str
+    numel: int
+    dtype: str
+
+
+class HasActivations(Protocol):
+    """A plan."""
+
+    @property
+    def activation_sends(self) -> Sequence[ActivationSend]: ...
+    @property
+    def num_micro_steps(self) -> int: ...
+
+
+def with_activations(
+    sent: dict[str, dict[str, int]], plan: HasActivations, size: Size
+) -> dict[str, dict[str, int]]:
+    """The traffic by axis, with the collectives of activations."""
+    found = {axis: dict(of_axis) for axis, of_axis in sent.items()}
+    for one in plan.activation_sends:
+        of_axis, name = found.setdefault(one.axis, {}), f"{one.collective} of activations"
+        of_axis[name] = of_axis.get(name, 0) + plan.num_micro_steps * size(
+            one.numel, one.dtype, None
+        )
+    return found
 
 
 def in_elements(numel: int, dtype: str, hook: CommHook | None) -> int:

@@ -1,7 +1,7 @@
 """A program of two ranks that share sequences, as accelerate and transformers' Trainer
 run it with DeepSpeed.
 
-    fzero run --as-deepspeed --num_procs 2 sequence_job.py accelerate|trainer STAGE FILE
+    fzero run --as-deepspeed --num_procs 2 sequence_job.py accelerate|trainer|sft STAGE FILE
 
 Rank 0 writes the losses to FILE.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,27 @@ def by_accelerate(stage: int) -> list[float]:
     return losses
 
 
-def by_trainer(stage: int) -> list[float]:
+class Sft(transformers.Trainer):
+    """The calls of TRL's SFTTrainer, which is not installed: no cache, the loss of the
+    Trainer, and the accuracy of tokens from shifted labels.
+    """
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs["use_cache"] = False
+        loss, outputs = super().compute_loss(
+            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+        )
+        with torch.no_grad():
+            labels = inputs["shift_labels"]
+            kept = labels != -100
+            right = ((outputs.logits.argmax(-1) == labels) & kept).sum()
+            assert labels.shape == outputs.logits.shape[:2] and right <= kept.sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+def by_trainer(stage: int, kind: type[transformers.Trainer] = transformers.Trainer) -> list[float]:
     args = transformers.TrainingArguments(
         output_dir=str(Path(sys.argv[3]).parent),
         per_device_train_batch_size=SAMPLES,
@@ -116,7 +137,7 @@ def by_trainer(stage: int) -> list[float]:
         parallelism_config=shared(),
         report_to=[],
     )
-    trainer = transformers.Trainer(
+    trainer = kind(
         model=llama(),
         args=args,
         train_dataset=rows(),
@@ -127,7 +148,11 @@ def by_trainer(stage: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    run = {"accelerate": by_accelerate, "trainer": by_trainer}[sys.argv[1]]
+    run: Any = {
+        "accelerate": by_accelerate,
+        "trainer": by_trainer,
+        "sft": partial(by_trainer, kind=Sft),
+    }[sys.argv[1]]
     found = run(int(sys.argv[2]))
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[3]).write_text(json.dumps(found))

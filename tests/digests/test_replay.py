@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import optree
@@ -26,11 +28,13 @@ from torch.utils.checkpoint import checkpoint
 import fzero
 from fzero.comms import compressed, error_feedback, quantize
 from fzero.comms.pending import Pending
-from fzero.digests import replaying, watching
+from fzero.digests import digest as digests, replaying, watching
 from fzero.digests.digest import digest
 from fzero.optim.transforms import same_bits
 from fzero.pipeline import PipelineModule
+from fzero.resharding.place import copied
 from fzero.runtime import gathers, reductions
+from fzero.storage.file_tensor import FileTensor, in_memory
 from sharding import Mesh
 
 WIDTH, NUM_BLOCKS = 8, 3
@@ -360,12 +364,13 @@ def _is_the_step(stage: int, name: str, every: int = 2) -> None:
     if "mesh" in keys:
         keys["mesh"] = Mesh.of(**keys["mesh"])
     step, state, batch = made(stage, **keys)
-    other = optree.tree_map(torch.clone, state)
+    other = copied(state, step)
     for _ in range(3):
         state, found = fzero.replay(step, state, batch, every=every)
         other, expected = step(other, batch)
         assert torch.equal(found.loss, expected.loss)
-        for x, y in zip(optree.tree_leaves(state), optree.tree_leaves(other), strict=True):
+        leaves, others = (optree.tree_leaves(in_memory(of)) for of in (state, other))
+        for x, y in zip(leaves, others, strict=True):
             assert same_bits(x, y)  # gradients of an overflow are NaN
 
 
@@ -388,6 +393,158 @@ def test_odd_models_and_settings_are_replayed_without_a_false_report(
 @pytest.mark.parametrize("stage", [0, 3])
 def test_replicas_are_replayed_without_a_false_report(ranks: RankPool, stage: int) -> None:
     ranks(4, _is_the_step, stage, "replicas", 1)
+
+
+CLEAN = 500
+"""Steps of one of 20 jobs, which are 10,000 together."""
+
+
+def _clean(job: int) -> None:
+    """Replays every step of a job."""
+    keys: dict[str, Any] = {"accumulation": 2} if job % 8 > 3 else {}
+    step, state, _ = made(job % 4, **keys)
+    generator = torch.Generator().manual_seed(1000 * job + step.rank)
+    for _ in range(CLEAN):
+        rows = torch.randn(4, 4, generator=generator), torch.randn(4, 2, generator=generator)
+        state, metrics = fzero.replay(step, state, rows)
+    assert int(state.step) == CLEAN and metrics.loss.isfinite()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("job", range(20))
+def test_ten_thousand_clean_steps_are_replayed_without_a_report(ranks: RankPool, job: int) -> None:
+    ranks(2, _clean, job)
+
+
+class Wide(nn.Module):
+    """Of which a step takes long beside the calls of a replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (4, *[192] * 6, 2)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    """The processor time of a call."""
+    began = time.process_time()
+    function()
+    return time.process_time() - began
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["replay", "record"])
+def test_one_of_n_steps_replayed_or_recorded_costs_a_step_and_one_percent(
+    tmp_path: Path, name: str
+) -> None:
+    """In processor time, the least of several tries: of n steps one takes that of two,
+    and a hundredth of the others.
+    """
+    every = 100
+    step = fzero.make_train_step(Wide(), {"zero_optimization": {"stage": 3}}, loss_fn=loss_of)
+    state, batch = step.init(), (torch.randn(2048, 4), torch.randn(2048, 2))
+    recorded = fzero.record(step, tmp_path, every=every)
+    calls = {
+        "replay": lambda state: fzero.replay(step, state, batch, every=every),
+        "record": lambda state: recorded(state, batch),
+    }
+    plain, watched, skipped = list[float](), list[float](), list[float]()
+
+    def run(call: Callable[[Any], Any]) -> float:
+        nonlocal state
+
+        def one() -> None:
+            nonlocal state
+            state, _ = call(state)
+
+        return _seconds(one)
+
+    for _ in range(4 * every):
+        is_watched = int(state.step) % every == 0
+        (watched if is_watched else skipped).append(run(calls[name]))
+        if int(state.step) % every:
+            plain.append(run(lambda state: step(state, batch)))
+    own = min(watched[1:]) + (every - 1) * min(skipped)
+    assert own / (every * min(plain)) <= 1 + 1 / every + 0.01
+
+
+def in_files(folder: Path, *what: str) -> dict[str, Any]:
+    where = {"device": "nvme", "nvme_path": str(folder)}
+    small = {"sub_group_size": 64, "stage3_param_persistence_threshold": 0}
+    return {"zero_optimization": {"stage": 3, **{f"offload_{of}": where for of in what}, **small}}
+
+
+def _is_the_step_in_files(folder: Path, what: tuple[str, ...]) -> None:
+    with patch.dict(SETTINGS, {"files": {"cfg": in_files(folder, *what), "model": OddNet}}):
+        _is_the_step(3, "files", 2)
+        _is_the_step(3, "files", 1)
+
+
+@pytest.mark.parametrize("what", [("optimizer",), ("optimizer", "param")], ids=" ".join)
+def test_a_replayed_step_with_state_in_files_has_the_bits_of_the_step(
+    ranks: RankPool, tmp_path: Path, what: tuple[str, ...]
+) -> None:
+    ranks(2, _is_the_step_in_files, tmp_path, what)
+    assert not [*tmp_path.rglob("*.bin")]  # those of both copies are gone
+
+
+def _finds_a_flip_in_a_file(folder: Path, run: int, is_given: bool) -> tuple[Any, ...]:
+    step, state, batch = made(3, cfg=in_files(folder, "optimizer", "param"))
+    state, _ = fzero.replay(step, state, batch)
+    key, flips, draw = step.plan.units[2].buffers[0].key, Nth(run), random.Random(0)
+
+    def changes(tensor: Any) -> None:
+        values = tensor[3:4]
+        tensor.part(slice(3, 4)).copy_(flipped(values, draw))
+
+    plain_end, plain_step = watching.end, replaying.watched_step
+
+    def end(*args: Any) -> Any:
+        new, metrics = plain_end(*args)
+        if flips():
+            changes(optree.tree_leaves(new.optimizer[key])[0])
+        return new, metrics
+
+    def watched(step: Any, state: Any, batch: Any) -> Any:
+        if flips():
+            changes(state.params[key])
+        return plain_step(step, state, batch)
+
+    where = (replaying, "watched_step", watched) if is_given else (watching, "end", end)
+    with (
+        patch.object(*where) if step.rank == 1 else ExitStack(),
+        pytest.raises(fzero.ReplayError, match="gave two results") as caught,
+    ):
+        fzero.replay(step, state, batch)
+    fzero.replay(step, state, batch)  # the given state is unchanged
+    error = caught.value
+    return error.cause, error.ranks, error.phase, error.unit, error.where
+
+
+@pytest.mark.parametrize("run", [0, 1])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_flipped_bit_in_a_file_is_found_and_named(
+    ranks: RankPool, tmp_path: Path, run: int, is_given: bool
+) -> None:
+    phase = "given state" if is_given else "update"
+    found = ranks(2, _finds_a_flip_in_a_file, tmp_path, run, is_given)
+    assert found == [("fault", (1,), phase, "h.0", "element 3")] * 2
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 64, 1000, 4097])
+def test_a_digest_of_a_file_is_that_of_its_tensor(tmp_path: Path, numel: int) -> None:
+    """In parts of any length."""
+    x = torch.randn(numel)
+    file = cast(FileTensor, InFile(x))
+    for length in (1, 100, 1 << 24):
+        with patch.object(digests, "ELEMENTS_OF_FILE", length):
+            found = digest(file)
+        assert found.same_as(digest(x)) and not found.first_difference(digest(x))
 
 
 def test_simulated_ranks_are_replayed_each() -> None:
@@ -418,6 +575,19 @@ def test_a_number_that_one_run_alone_makes_infinite_is_a_fault(is_in_both: bool)
         found = caught.value
         assert (found.cause, found.phase, found.unit) == ("fault", "forward", "last")
     state, _ = step(state, batch) if not is_in_both else (state, None)
+
+
+class InFile:
+    """What a digest needs of a `FileTensor`."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.shape, self.dtype = x, tuple(x.shape), x.dtype
+
+    def numel(self) -> int:
+        return self.x.numel()
+
+    def __getitem__(self, elements: slice) -> Tensor:
+        return self.x[elements].clone()
 
 
 @dataclass

@@ -55,6 +55,9 @@ def test_a_notebook_runs_and_shows_its_values(notebook: Path) -> None:
     if notebook.stem == "zero_in_pictures":
         assert len(html) == 5  # plan, state, trace, schedule, explain
         assert [text.startswith("<svg") for text in html] == [False, False, True, False, True]
+    if notebook.stem == "your_own_optimizer":
+        beyond = names["difference"].beyond
+        assert (beyond.step, beyond.quantity) == (0, "weight")
 
 
 def test_there_are_three() -> None:

@@ -34,6 +34,7 @@ SENDERS = {
     "fzero.profiling.machine": "measures what a collective costs",
     "fzero.testing.collective_laws": "laws of axes and comm hooks",
     "fzero.testing.conformance.training": "what ranks of any system hold, to compare it",
+    "fzero.deepspeed.sequence.linear_cross_entropy": "the sum of a loss, and its number of labels",
     "fzero.sequence.exchange": "tokens and heads of attention: activations",
     "fzero.sequence.parts": "digests of a batch, which the ranks of a sequence compare",
     "fzero.deepspeed.comm.comm": "the collectives of DeepSpeed's names, for the user's tensors",

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 CORE = "sharding common comms optim data config compression plans"
 STEP = (
-    f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step "
+    f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism curvature step "
     f"simulation"
 )
 MAY_IMPORT: dict[str, str] = {
@@ -45,8 +45,9 @@ MAY_IMPORT: dict[str, str] = {
     "sequence": "sharding common comms config model",
     "tiling": "sharding common model plans transforms",
     "graph": f"{CORE} state verbs storage model runtime",
+    "curvature": "sharding common comms plans storage verbs state model runtime",
     "parallelism": f"{CORE} runtime pipeline graph estimation",
-    "step": f"{CORE} state verbs storage model runtime graph transforms parallelism",
+    "step": f"{CORE} state verbs storage model runtime graph transforms parallelism curvature",
     "simulation": (
         f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step"
     ),
@@ -57,6 +58,7 @@ MAY_IMPORT: dict[str, str] = {
     "checkpoint": f"{STEP} resharding",
     "digests": f"{STEP} resharding checkpoint",
     "generation": f"{STEP} resharding",
+    "per_sample": STEP,
     "profiling": f"{STEP} resharding estimation",
     "deepspeed": (
         f"fzero {STEP} resharding estimation checkpoint profiling generation attention sequence "
@@ -66,7 +68,7 @@ MAY_IMPORT: dict[str, str] = {
     "integrations": "deepspeed",
     "tuning": f"fzero {STEP} estimation profiling launch cli",
     "launch": "common comms config",
-    "cli": f"fzero {STEP} estimation profiling digests testing",
+    "cli": f"fzero {STEP} estimation profiling digests testing sequence",
     "testing": f"fzero {STEP} resharding checkpoint deepspeed",
     "fzero": "*",
     "__main__": "*",
@@ -383,7 +385,7 @@ def test_a_built_wheel_imports_every_room(tmp_path: Path) -> None:
     )
     program = f"""
 import importlib, sys, zipfile
-alias = ("names.json", "ops/adam/cpu_adam.pyi", "alias_path/bin/deepspeed", "alias_path/deepspeed-0.19.6.dist-info/METADATA")
+alias = ("names.json", "ops/adam/cpu_adam.pyi", "alias_path/bin/deepspeed", "alias_path/deepspeed-0.19.8.dist-info/METADATA")
 assert {{f"fzero/deepspeed/{{name}}" for name in alias}} <= {{*zipfile.ZipFile({str(wheel)!r}).namelist()}}
 sys.path.insert(0, {str(wheel)!r})
 assert all(importlib.import_module(room).__file__.startswith({str(wheel)!r}) for room in {rooms})

@@ -64,8 +64,9 @@ def universal(
     """
     from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
 
-    saved = json.loads((folder / "job.json").read_text())
-    if saved == [setup.stage, world_size]:
+    saved_stage, saved_size = json.loads((folder / "job.json").read_text())
+    # in stage 0 each rank loads the whole state
+    if saved_stage == setup.stage and (saved_size == world_size or not saved_stage):
         return folder, {}
     tag = (folder / "latest").read_text()
     out = folder / "universal"

@@ -46,6 +46,8 @@ def nbytes_sent() -> int:
     total = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
+            if not str(entry.readlink()).startswith("socket:"):
+                continue  # a copy of it would become no socket, and stay open
             with socket.socket(fileno=os.dup(int(entry.name))) as one:
                 about = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:

@@ -28,17 +28,33 @@ from fzero.testing.conformance.laws import LAWS, Broken, Lab, Law, NotApplicable
 from fzero.testing.conformance.training import Refused, System
 
 Mark = Literal["right", "wrong", "refused", "-"]
+_WORST_FIRST: tuple[Mark, ...] = ("wrong", "refused", "right", "-")
 
 
 class Result(NamedTuple):
-    """Of a law on a system: `-` where it does not apply. `note` says what was found."""
+    """Of a law on a system: the worst mark of all stages; `-` where it does not apply.
+
+    Attributes:
+        note: says what was found, in the first of the stages.
+        stages: those with this mark.
+    """
 
     system: str
     law: str
     mark: Mark
     note: str = ""
-    stage: int = 0
+    stages: tuple[int, ...] = ()
     seconds: float = 0.0
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the law is broken or refused."""
+        return self.mark in ("wrong", "refused")
+
+    @property
+    def where(self) -> str:
+        """The stages with this mark, in words."""
+        return f"stage{'s' * (len(self.stages) > 1)} {', '.join(map(str, self.stages))}"
 
 
 class Ranks:
@@ -58,17 +74,14 @@ class Ranks:
         self._num_groups = 0
 
     def try_law(self, law: Law) -> Result:
-        """The first stage that breaks the law, or else refuses it; or right in all."""
-        began, found = time.monotonic(), Result(self._system.name, law.name, "right")
+        """The worst mark of all stages."""
+        began, name = time.monotonic(), self._system.name
         if self._system.in_one_process and law.needs_processes:
-            return found._replace(mark="-", note="the ranks are simulated in one process")
-        for stage in self._system.stages:
-            mark, note = self._try_in(stage, law)
-            if mark != "right":
-                found = found._replace(mark=mark, note=note, stage=stage)
-            if mark in ("wrong", "-"):
-                break
-        return found._replace(seconds=time.monotonic() - began)
+            return Result(name, law.name, "-", "the ranks are simulated in one process")
+        found = {stage: self._try_in(stage, law) for stage in self._system.stages}
+        mark, note = min(found.values(), key=lambda one: _WORST_FIRST.index(one[0]))
+        stages = tuple(stage for stage, (own, _) in found.items() if own == mark)
+        return Result(name, law.name, mark, note, stages, time.monotonic() - began)
 
     def _try_in(self, stage: int, law: Law) -> tuple[Mark, str]:
         folder = self._folder / f"{law.name}_{stage}"
@@ -186,7 +199,7 @@ def check_system(
         AssertionError: names each broken law, and what was found.
     """
     faults = [
-        f"{result.law} (stage {result.stage}): {result.note}"
+        f"{result.law} ({result.where}): {result.note}"
         for result in try_laws(system, laws or LAWS.values(), num_ranks, seconds=seconds)
         if result.mark == "wrong" or (result.mark == "refused" and result.law not in refused)
     ]

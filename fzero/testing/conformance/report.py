@@ -22,7 +22,8 @@ INTRO = """# Laws of training, by system
 A law is a sentence of a paper or of a documentation, and a program of some ten lines that tries it: a tiny model is
 trained on {ranks} processes (gloo), in each ZeRO stage of a system, and compared with a plain loop of one process,
 or with another run.
-● right in all stages · ○ wrong · – refused with an error, which is below · empty: the law does not apply.
+● right in all stages · ○ wrong · – refused with an error, which is below · empty: the law does not apply. Numbers
+are the stages of a mark, where a system is right in others.
 
 A system is used as its own documentation says, with the calls that it recommends where they are needed (the adapters are
 `fzero/testing/conformance/*_system*.py`). `fzero laws --system fsdp2 --law tied_weights` tries a law in your environment, and
@@ -39,7 +40,7 @@ def shown(results: Sequence[Result], num_ranks: int) -> RenderableType:
     table = Table("law", "system", "", "what was found", box=None)
     parts: list[RenderableType] = [table]
     for result in results:
-        where = f"stage {result.stage}: " if result.mark in ("wrong", "refused") else ""
+        where = f"{result.where}: " if result.is_bad else ""
         table.add_row(result.law, result.system, SIGNS[result.mark], where + result.note)
         if result.mark == "wrong":
             parts += ["", reproducer(result, num_ranks)]
@@ -69,7 +70,7 @@ def page(
     lines += ["| law | " + " | ".join(names) + " | it says | source |"]
     lines += ["| --- |" + " :-: |" * len(names) + " --- | --- |"]
     for one in laws:
-        cells = [SIGNS[marks[name, one.name].mark] for name in names]
+        cells = [_cell(system, marks[system.name, one.name]) for system in systems]
         title = one.name.replace("_", " ")
         lines.append(f"| {title} | {' | '.join(cells)} | {one.sentence} | {one.source} |")
     lines += ["", *_sums(marks.values(), names)]
@@ -77,6 +78,13 @@ def page(
         own = [marks[system.name, one.name] for one in laws]
         lines += _notes(system, own)
     return "\n".join(lines) + "\n"
+
+
+def _cell(system: System, result: Result) -> str:
+    """The sign; with the stages, where there are others."""
+    is_whole = not result.is_bad or len(result.stages) == len(system.stages)
+    stages = "" if is_whole else f" {', '.join(map(str, result.stages))}"
+    return SIGNS[result.mark] + stages
 
 
 def _versions(systems: Sequence[System]) -> Iterable[str]:
@@ -98,14 +106,14 @@ def _sums(results: Iterable[Result], names: Sequence[str]) -> Iterable[str]:
 
 def _notes(system: System, results: Sequence[Result]) -> Iterable[str]:
     """What was found where a system is not right."""
-    found = [result for result in results if result.mark in ("wrong", "refused")]
+    found = [result for result in results if result.is_bad]
     seen = dict[str, str]()
     if found:
         yield from ("", f"## {system.name} {system.version()}")
     for result in found:
         title = result.law.replace("_", " ")
         text = " ".join(result.note.split()).replace("<", "&lt;")[:300]
-        yield from ("", f"{SIGNS[result.mark]} **{title}**, stage {result.stage}: {text}")
+        yield from ("", f"{SIGNS[result.mark]} **{title}**, {result.where}: {text}")
         known = REPRODUCERS.get((system.name, result.law))
         if result.mark == "wrong" and known is not None:
             if known.program in seen:

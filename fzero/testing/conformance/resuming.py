@@ -98,7 +98,7 @@ def saving_leaves_no_trace(lab: Lab) -> None:
     check_bits(found, lab.trained(ADAMW, range(6)).weights(), "those of training without a save")
 
 
-@law("a checkpoint of one stage is loaded in another", "deepspeed.ai, Universal Checkpointing")
+@law("a checkpoint of one stage is loaded in another: load-time resharding", DCP)
 def loaded_in_another_stage(lab: Lab) -> None:
     if len(lab.system.stages) == 1:
         raise NotApplicable("it has one stage")

@@ -1,10 +1,12 @@
-"""The adapters of PyTorch's own: DDP, DDP with ZeroRedundancyOptimizer, and FSDP2.
+"""The adapters of PyTorch's own: DDP, DDP with ZeroRedundancyOptimizer, FSDP2, and
+torchtitan's SimpleFSDP.
 
 Each follows its documentation and PyTorch's tutorials; the comments name the page.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -52,6 +54,8 @@ class Parts(NamedTuple):
     write: Callable[[Path, dict[str, Any]], None]
     """Writes model and optimizer, and other things."""
     read: Callable[[Path], dict[str, Any]]
+    adds_gradients: bool = False
+    """Whether gradients are sums over ranks, not means."""
 
 
 class TorchTrainer:
@@ -85,9 +89,9 @@ class TorchTrainer:
                 losses = [setup.loss(self._parts.wrapped, batch).item() for batch in own]
             self._parts.wrapped.train()
             return agreed_mean(losses)
-        # gradients are means over ranks: "the gradient will be M times smaller … if the loss is
-        # summed", DDP's page
-        share = setup.share(batches) * len(batches)
+        # where gradients are means over ranks: "the gradient will be M times smaller … if the loss
+        # is summed", DDP's page
+        share = setup.share(batches) * (1 if self._parts.adds_gradients else len(batches))
         for index, batch in enumerate(own):
             autocast = nullcontext() if self._dtype is None else torch.autocast("cpu", self._dtype)
             with self._parts.accumulating(index == len(own) - 1), autocast:
@@ -218,6 +222,14 @@ def fsdp2(setup: Setup, rank: int, world_size: int) -> Trainer:
         model.set_requires_gradient_sync(is_last)
         yield
 
+    write, read = _checkpoints(model, optimizer, rank)
+    parts = Parts(model, model, optimizer, accumulating, False, write, read)
+    return TorchTrainer(setup, parts, rank)
+
+
+def _checkpoints(model: nn.Module, optimizer: Any, rank: int) -> tuple[Any, Any]:
+    """`Parts.write` and `Parts.read` of sharded parameters."""
+
     def write(folder: Path, rest: dict[str, Any]) -> None:
         """ "Getting Started with Distributed Checkpoint", PyTorch's tutorials."""
         weights, moments = get_state_dict(model, optimizer)
@@ -238,14 +250,47 @@ def fsdp2(setup: Setup, rank: int, world_size: int) -> Trainer:
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         return rest  # type: ignore[no-any-return]
 
-    parts = Parts(model, model, optimizer, accumulating, False, write, read)
-    return TorchTrainer(setup, parts, rank)
+    return write, read
 
 
 def _broadcast(model: nn.Module, whole: dict[str, Any]) -> None:
     """Rank 0's weights for all: "Loading a checkpoint", FSDP2's tutorial."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, whole, options=options)
+
+
+# --- SimpleFSDP -----------------------------------------------------------------------------------
+
+
+def simple_fsdp(setup: Setup, rank: int, world_size: int) -> Trainer:
+    """`data_parallel` of the model, as torchtitan's trainer calls it, in eager mode."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.experiments.graph_trainer.simple_fsdp import (  # type: ignore[import-not-found]
+        MixedPrecisionPolicy,
+        data_parallel,
+    )
+
+    model: Any = setup.model()
+    whole = model.state_dict() if setup.differs_by_rank else None
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.precision)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (world_size,))
+    mode = "replicate" if setup.stage == 0 else "fully_shard"
+    model = data_parallel(model, mesh, mode=mode, mp_policy=policy)
+    if whole is not None:
+        _broadcast(model, whole)
+    optimizer = setup.make_optimizer(dict(model.named_parameters()))
+
+    def accumulating(is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    write, read = _checkpoints(model, optimizer, rank)
+    parts = Parts(model, model, optimizer, accumulating, False, write, read, adds_gradients=True)
+    return TorchTrainer(setup, parts, rank)
+
+
+def version_of_torchtitan() -> str:
+    return importlib.metadata.version("torchtitan")
 
 
 def version() -> str:
@@ -256,4 +301,12 @@ TORCH_SYSTEMS = (
     System("ddp", ddp, (0,), version, aside="find_unused_parameters where a law says so"),
     System("zero-optimizer", zero_optimizer, (1,), version),
     System("fsdp2", fsdp2, (2, 3), version, aside="stage 2 is reshard_after_forward=False"),
+    System(
+        "simple-fsdp",
+        simple_fsdp,
+        (0, 3),
+        version_of_torchtitan,
+        preload=("torchtitan",),
+        aside="that of torchtitan; stage 0 is mode='replicate'",
+    ),
 )
