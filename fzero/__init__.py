@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from fzero.deepspeed.engine.engine import Engine as Engine
     from fzero.deepspeed.engine.initialize import initialize as initialize
+    from fzero.derivatives import functional as functional
     from fzero.digests.recorder import record as record
     from fzero.digests.replaying import ReplayError as ReplayError, replay as replay
     from fzero.generation.gathered_model import generating as generating
@@ -73,6 +74,7 @@ else:
             "config.config": "Config ConfigError ConfigWarning",
             "deepspeed.engine.engine": "Engine",
             "deepspeed.engine.initialize": "initialize",
+            "derivatives": "functional",
             "digests.recorder": "record",
             "digests.replaying": "ReplayError replay",
             "generation.gathered_model": "generating",

@@ -323,6 +323,15 @@ def gather_flat(part: Tensor, buffer: FlatParamPlan, mesh: AxisMesh[Any]) -> Ten
     return start_gather(part, buffer, mesh, CommHooks()).wait()
 
 
+def gather_shards(shard: Tensor, mesh: AxisMesh[Any]) -> Tensor:
+    """All P elements from the finest shards (S), as a primitive on each axis: any
+    transform may differentiate it. *Collective:* every rank along `mesh.axes`.
+    """
+    for axis in reversed(mesh.axes):
+        shard = comms.all_gather(shard, axis)
+    return shard
+
+
 def _map(
     tree: Any,
     specs: Any,

@@ -16,13 +16,21 @@ from functools import partial
 from itertools import accumulate, takewhile
 from operator import attrgetter
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._C._functorch import (
+    TransformType,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+)
+from torch._functorch.pyfunctorch import (
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+    temporarily_restore_interpreter_stack,
+)
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from fzero.common.random_states import random_states, set_random_states
@@ -39,6 +47,8 @@ from fzero.model.own_params import (
     shape_and_dtype,
 )
 from fzero.model.tensor_checks import check_no_hooks
+
+T = TypeVar("T")
 
 
 def is_bound(model: nn.Module) -> bool:
@@ -432,6 +442,27 @@ def _hooks_allowed() -> Iterator[None]:
         yield
     finally:
         _autograd._saved_tensors_hooks_disable(message)
+
+
+def records_gradients() -> bool:
+    """Whether autograd records what runs here, beneath all transforms of torch.func."""
+    interpreters: Any = retrieve_all_functorch_interpreters()
+    grads = [each for each in interpreters if each.key() == TransformType.Grad]
+    return grads[0].prev_grad_mode() if grads else torch.is_grad_enabled()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def beneath_transforms(function: Callable[[], T]) -> Iterator[Callable[[], T]]:
+    """Inside, no transform of torch.func is active; yields `function` with those that
+    were.
+    """
+    with temporarily_clear_interpreter_stack() as stack:
+
+        def within() -> T:
+            with temporarily_restore_interpreter_stack(stack):
+                return function()
+
+        yield within if stack else function
 
 
 def beneath_modes(num_modes: int) -> AbstractContextManager[object]:

@@ -43,7 +43,7 @@ from fzero.model.own_params import untraced
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Event, Run
 from fzero.plans.unit_scheduler import UnitScheduler
-from fzero.runtime.autograd_nodes import Visits, visits_in
+from fzero.runtime.autograd_nodes import Visits
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.learned import Learned
 from fzero.runtime.outcome import explain
@@ -237,13 +237,13 @@ class ForwardBackward:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
 
     @contextmanager
-    def backward_through(self, loss: Tensor, *, retain_graph: bool = False) -> Iterator[None]:
-        """Inside, a backward of another step may run through forwards of this one;
-        gradients here do not change.
+    def backward_through(self, visits: Visits, *, retain_graph: bool = False) -> Iterator[None]:
+        """Inside, a backward of another step, or by activations alone, may run through
+        forwards of this one; gradients here do not change.
 
         *Collective* in stage 3: gathers again.
         """
-        with self._running(self.forwards.run_of("through", visits_in(loss, self))):
+        with self._running(self.forwards.run_of("through", visits)):
             self.status = "passed"
             self.forwards.go_through(retain_graph=retain_graph)
             try:

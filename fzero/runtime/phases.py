@@ -11,7 +11,7 @@ Shape letters: A micro-steps, W ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
@@ -331,14 +331,30 @@ def going_back(
     )
 
 
-@contextmanager
 def backward_through(
     run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, retain_graph: bool
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """See `TrainStep.backward_through`."""
+    visits = visits_in(loss, window.forward_backward)
+    return passing(run, window, visits, retain_graph=retain_graph)
+
+
+@contextmanager
+def passing(
+    run: StepRuntime,
+    window: AccumulationWindow,
+    visits: Visits | None = None,
+    *,
+    retain_graph: bool,
+) -> Iterator[None]:
+    """Inside, a backward goes through these visits (None: those of the last forward),
+    without gradients of parameters. *Collective* in stage 3.
+    """
+    if visits is None:
+        visits = window.forward_backward.forwards.last_alone or {}
     with (
-        bound_to(run, window, partial(visits_in, loss, window.forward_backward)),
-        window.forward_backward.backward_through(loss, retain_graph=retain_graph),
+        bound_to(run, window, lambda: visits),
+        window.forward_backward.backward_through(visits, retain_graph=retain_graph),
     ):
         yield
 

@@ -46,7 +46,12 @@ _OPEN: list[_Saving] = []
 
 @contextmanager
 def saving(work: ForwardBackward) -> Iterator[None]:
-    """Inside, views of gathered buffers are saved as `SavedView`s."""
+    """Inside, views of gathered buffers are saved as `SavedView`s; not where a transform
+    of torch.func is around it, which allows no hooks.
+    """
+    if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        yield
+        return
     pack, unpack = untraced(Gathers.as_saved), untraced(type(work).unpack)
     mine = _Saving(threading.get_ident(), partial(pack, work.gathers), partial(unpack, work))
     if not _OPEN:
@@ -63,7 +68,7 @@ def saving(work: ForwardBackward) -> Iterator[None]:
 
 
 @contextmanager
-def _disable(message: str) -> Iterator[None]:
+def _disable(error_message: str) -> Iterator[None]:
     """As PyTorch's `disable_saved_tensors_hooks`, by which a transform of torch.func
     begins, but the hooks of a step do not count.
     """
@@ -71,7 +76,7 @@ def _disable(message: str) -> Iterator[None]:
     for _ in mine:
         _autograd._pop_saved_tensors_default_hooks()
     try:
-        with disable_saved_tensors_hooks(message):
+        with disable_saved_tensors_hooks(error_message):
             yield
     finally:
         for each in mine:

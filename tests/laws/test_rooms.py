@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, str] = {
     "simulation": (
         f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step"
     ),
+    "derivatives": STEP,
     "resharding": STEP,
     # needs no step
     "estimation": f"{CORE} state storage model runtime pipeline graph transforms tiling",
@@ -104,7 +105,7 @@ PUBLIC_MODULES = {"sharding", "sharding.views", "sharding.reference", "sharding.
 and its doors.
 """
 
-ROOT_NAMES = 46
+ROOT_NAMES = 47
 """Public names of `fzero` itself: what a training loop of one's own calls, `log`,
 `record` and `replay` among them, what its model calls (`tiled`), and `notebook_launch`, which a
 notebook calls around such a loop; all others stand behind a door."""

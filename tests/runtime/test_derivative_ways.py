@@ -5,7 +5,9 @@ stage and runner.
 
 from __future__ import annotations
 
+import re
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -19,6 +21,7 @@ import fzero
 Found = tuple[list[float], dict[str, Tensor]]
 PLACES = ("loss_fn", "forward")
 CASES = list(product(TRANSFORMS, OF, PLACES))
+ZERO_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
 AOT = {"compile": "step", "compile_backend": "aot_eager"}
 
 
@@ -219,3 +222,32 @@ def test_hooks_of_a_script_are_refused_by_pytorch_as_without_a_step(stage: int) 
         step(step.init(), torch.ones(2, 3))
     assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
     assert torch.autograd.graph.disable_saved_tensors_hooks.__module__ == "torch.autograd.graph"
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "concepts" / "derivatives.md").read_text()
+GATHERS = {
+    name: (int(by_inputs), int(by_params))
+    for name, by_inputs, by_params in re.findall(r"^\| (\w+) \| (\d+) \| (\d+) \|$", PAGE, re.M)
+}
+UNIT_NBYTES = 128
+"""What two ranks send for one gather of one of the three units, which are padded."""
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("transform", GATHERS)
+def test_the_page_counts_the_gathers_of_a_step(transform: str) -> None:
+    found = []
+    for of in OF:
+        counted = step_of("grad" if transform == "none" else transform, of, "loss_fn", 3)
+        if transform == "none":
+            cfg = {
+                "optimizer": {"type": "SGD", "params": {"lr": 0.0625}},
+                "zero_optimization": ZERO_3,
+            }
+            counted = fzero.make_train_step(
+                Net(), cfg, loss_fn=lambda model, x: model(x).square().mean(), units=["a", "b", "c"]
+            )
+        ranks = fzero.simulate(counted, 2, by="lockstep")
+        trace = fzero.profiling.trace_comm(ranks, ranks.init(), batches(2)[0])
+        found.append(trace.by_purpose()["gather"] / UNIT_NBYTES)
+    assert tuple(found) == GATHERS[transform]

@@ -50,14 +50,10 @@ COLUMNS = [
     ("fzero-simulated", 1),
 ]
 REFUSED = {
-    ("fzero-engine", 1): ("jvp_in_the_loss",),
-    ("fzero-engine", 3): ("gradient_penalty", "jvp_in_the_loss"),
     ("fzero-captured", 2): ("a_block_that_is_skipped_in_some_updates",),
     ("fzero-captured", 3): ("a_block_that_is_skipped_in_some_updates",),
 }
-"""Laws that a system refuses in a stage: torch.func in a loss that `engine.backward` gets,
-and a branch on data in one graph.
-"""
+"""Laws that a system refuses in a stage: a branch on data in one graph."""
 ON_NEW_RANKS = [name for name, one in LAWS.items() if one.then or one.num_lost]
 
 

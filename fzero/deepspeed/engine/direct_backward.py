@@ -21,7 +21,7 @@ fzero's do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
@@ -50,12 +50,21 @@ class DirectBackward:
 
     Args:
         enters: makes the context in which autograd runs.
+        passes: the same for a gradient by activations alone, such as
+            `torch.autograd.grad(engine(x).sum(), x, create_graph=True)`; from whether the
+            graph is kept.
         scales: whether the loss must be multiplied by the loss scale (fp16), by
             `Engine.scale`.
     """
 
-    def __init__(self, enters: Enters, *, scales: bool) -> None:
-        self._enters, self._scales = enters, scales
+    def __init__(
+        self,
+        enters: Enters,
+        passes: Callable[[bool], AbstractContextManager[object]],
+        *,
+        scales: bool,
+    ) -> None:
+        self._enters, self._passes, self._scales = enters, passes, scales
         self._open: ExitStack | None = None
         self._loss: Tensor | None = None
 
@@ -77,16 +86,20 @@ class DirectBackward:
             elif work.status == "over":
                 raise RuntimeError(OVER)
 
-        for tensor in tensors_in(outputs):
+        # in a transform of torch.func the outputs belong to the graph of its own backward
+        is_func = torch._C._are_functorch_transforms_active()
+        for tensor in tensors_in(() if is_func else outputs):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(begin_early)
 
     def _begin(self, work: ForwardBackward) -> None:
-        """Begins the engine's backward, if the one that autograd runs needs gradients
-        of parameters.
+        """Begins the engine's backward; or, if what autograd runs needs no gradients of
+        parameters, lets it gather them.
         """
         if visits := running_visits(work):
             self._enter(visits)
+        elif not work.gathers_nothing:
+            self._open_until_the_end(self._passes(_keeps_graph()))
 
     def begin(self, work: ForwardBackward) -> None:
         """Begins the engine's backward, in which autograd brings a gradient from
@@ -106,9 +119,12 @@ class DirectBackward:
                 "loss.backward: in fp16 the loss must be multiplied by the loss scale, and was "
                 "not; call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._open_until_the_end(self._enters(visits, loss, retain_graph=_keeps_graph()))
+
+    def _open_until_the_end(self, context: AbstractContextManager[object]) -> None:
+        """Enters a context, and leaves it when autograd has run the last node."""
         with ExitStack() as stack:
-            stack.enter_context(self._enters(visits, loss, retain_graph=retain_graph))
+            stack.enter_context(context)
             self._open = stack.pop_all()
         Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 
@@ -125,6 +141,10 @@ class DirectBackward:
         if opened is not None:
             with suppress(InterruptedBackwardError), opened:
                 raise InterruptedBackwardError
+
+
+def _keeps_graph() -> bool:
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[no-any-return]
 
 
 class InterruptedBackwardError(RuntimeError):

@@ -55,13 +55,14 @@ from fzero.deepspeed.engine.param_views import ENGINES, LiveParams
 from fzero.deepspeed.engine.progress import Progress
 from fzero.deepspeed.engine.settings import DEEPSPEEDS_OWN, Settings
 from fzero.deepspeed.engine.step_log import CommsLog
+from fzero.model.binding import beneath_transforms, records_gradients
 from fzero.model.errors import not_trained
 from fzero.model.own_params import untraced
 from fzero.pipeline.module import PipelineError
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Outcome
-from fzero.runtime.phases import check_window, collect, going_back, scaled_loss
+from fzero.runtime.phases import check_window, collect, going_back, passing, scaled_loss
 from fzero.state import Metrics, TrainState
 from fzero.step import AccumulationWindow, TrainStep, end
 from fzero.storage.shard_transfer import read_later
@@ -134,7 +135,9 @@ class Engine(nn.Module):
         self.has_lost = self.grads_are_reduced = False
         self._lacks_loss = self._has_warned = self._runs_parts = False
         self._direct = DirectBackward(
-            self._collects_directly, scales=train_step.runtime.rules.loss.scales_loss
+            self._collects_directly,
+            self._passes_directly,
+            scales=train_step.runtime.rules.loss.scales_loss,
         )
         self.engine_settings, self.progress = Settings(self), Progress(self)
         micro_batch = self.cfg.batch_sizes(self.dp_world_size).micro
@@ -200,11 +203,7 @@ class Engine(nn.Module):
     # --- a step -----------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's outputs, with their graph; without gradients, and under
-        torch.func, nothing is saved for a backward.
-
-        *Collective* in stage 3: every rank.
-        """
+        """The module's outputs. *Collective* in stage 3."""
         self._check_is_whole()
         if self.is_gathered:
             return self.module(*inputs, **kwargs)
@@ -295,12 +294,10 @@ class Engine(nn.Module):
         the last update.
 
         Args:
-            visits: those of the backward.
-            loss: without the loss scale; None where it is not known.
-            retain_graph: whether the graph is kept.
+            loss: without the loss scale; None if not known.
             num_parts: the number of micro-steps over which the loss is a mean; None is
                 that of an accumulation.
-            passing: lets it pass through other engines.
+            passing: through other engines.
         """
         step, window = self.active_step(), self.open_window
         assert window is not None
@@ -441,15 +438,13 @@ class Engine(nn.Module):
     def run_part(
         self, name: str, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> T:
-        """Runs a submodule that the script calls by itself, on its inputs as they are."""
+        """Runs a submodule that the script calls."""
         self._runs_parts = True
         return self.run_forward(function, inputs, kwargs, part=name)
 
     @property
     def repeated(self) -> ForwardBackward | None:
-        """In a backward, while a checkpoint of the script runs such a submodule again:
-        what it runs for. Else None.
-        """
+        """What a checkpoint of the script runs such a submodule again for; or None."""
         if not self._runs_parts or self.held_module.is_inside or self.open_window is None:
             return None
         work = self.open_window.forward_backward
@@ -491,19 +486,18 @@ class Engine(nn.Module):
                 self.held_module.is_inside = False
 
         is_func = torch._C._are_functorch_transforms_active()
-        trains = torch.is_grad_enabled() and not is_func and self.live_optimizer is not None
+        run = f"{run} func" if is_func else run
+        trains = records_gradients() and self.live_optimizer is not None
         if step.runtime.observer and trains and part is None:
             step.runtime.observer.sees((inputs, kwargs), is_call=True)
         with self.engine_log.watch.of("forward", self.global_steps, trains=trains):
             if not trains:
-                return self._inspect(
-                    step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func
-                )
-            no_grad_names = self._no_grad_names()
-            with self._guarded():
+                return self._inspect(step, call, run=f"{run} alone", keeps=not is_func)
+            with beneath_transforms(call) as within, self._guarded():
+                no_grad_names = self._no_grad_names()
                 window = self._opened(no_grad_names)
                 outputs = self.train_step.forward(
-                    window, call, run=run, no_grad_names=no_grad_names
+                    window, within, run=run, no_grad_names=no_grad_names
                 )
                 self.held_module.show_buffers()
             self._direct.watch(window.forward_backward, outputs)
@@ -576,6 +570,14 @@ class Engine(nn.Module):
         with self._collects(visits, loss, retain_graph=retain_graph):
             assert self.open_window is not None
             self.outside_grads.expect(self.open_window.forward_backward)
+            yield
+
+    @contextmanager
+    def _passes_directly(self, retain_graph: bool) -> Iterator[None]:
+        """Inside, a gradient by activations passes."""
+        step, window = self.active_step(), self._opened(frozenset())
+        through = passing(step.runtime, window, retain_graph=retain_graph)
+        with _available(step), self._guarded(), through:
             yield
 
     def _inspect(self, step: TrainStep, call: Callable[[], T], *, run: str, keeps: bool) -> T:
