@@ -402,7 +402,7 @@ CLEAN = 500
 def _clean(job: int) -> None:
     """Replays every step of a job."""
     keys: dict[str, Any] = {"accumulation": 2} if job % 8 > 3 else {}
-    step, state, batch = made(job % 4, **keys)
+    step, state, _ = made(job % 4, **keys)
     generator = torch.Generator().manual_seed(1000 * job + step.rank)
     for _ in range(CLEAN):
         rows = torch.randn(4, 4, generator=generator), torch.randn(4, 2, generator=generator)
@@ -412,9 +412,7 @@ def _clean(job: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("job", range(20))
-def test_ten_thousand_clean_steps_are_replayed_without_a_report(
-    ranks: RankPool, job: int
-) -> None:
+def test_ten_thousand_clean_steps_are_replayed_without_a_report(ranks: RankPool, job: int) -> None:
     ranks(2, _clean, job)
 
 
