@@ -88,7 +88,11 @@ def config(row: Row) -> dict[str, Any]:
     }
 
 
-def transforms_of(row: Row, num_tokens: int) -> list[Any]:
+def mesh_of(row: Row) -> Mesh | None:
+    return Mesh.of(data=1, seq=row.num_ranks) if row.num_ranks > 1 else None
+
+
+def transforms_of(row: Row) -> list[Any]:
     """The tiles of a row, and the division of the sequence."""
     made: list[Any] = [fzero.sequence.ulysses("seq")] if row.num_ranks > 1 else []
     if "head" in row.tiles:
@@ -108,15 +112,14 @@ def planned(args: argparse.Namespace, row: Row, num_own: int) -> int:
     """The planned peak of a rank with `num_own` tokens, in bytes."""
     with torch.device("meta"):
         model = llama(args)
-    device = "cuda" if row.is_planned_only else "cpu"
-    tiles = [one for one in transforms_of(row, num_own) if "Ulysses" not in type(one).__name__]
     columns = compare_plans(
         model,
         config(row),
-        batch=batch_of(num_own, args.vocabulary, "meta"),
+        batch=batch_of(num_own * row.num_ranks, args.vocabulary, "meta"),
         world_size=row.num_ranks,
-        device=device,
-        transforms=tiles,
+        mesh=mesh_of(row),
+        device="cuda" if row.is_planned_only else "cpu",
+        transforms=transforms_of(row),
     )
     return columns[columns.given].nbytes("device")
 
@@ -152,9 +155,8 @@ def measure(
     small = argparse.Namespace(vocabulary=64, width=64, blocks=1)
     llama(small)(**batch_of(8, 64)).loss.backward()  # the libraries, in memory
     before, num_tokens = resident_nbytes(), num_own * row.num_ranks
-    mesh = Mesh.of(data=1, seq=row.num_ranks) if row.num_ranks > 1 else None
     step = fzero.make_train_step(
-        llama(args), config(row), mesh=mesh, transforms=transforms_of(row, num_own)
+        llama(args), config(row), mesh=mesh_of(row), transforms=transforms_of(row)
     )
     state = step.init()
     step.runtime.spec.model.to("meta")  # only `init` reads its weights

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from inspect import signature
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ from fzero.graph import MachineModel
 from fzero.profiling import profile, save_trace
 from fzero.profiling.machine import rates_from
 from fzero.profiling.profiler import OF_MANY_RANKS
+from fzero.sequence import ulysses
+from sharding import Mesh
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,6 +66,7 @@ PLAN_EXAMPLES = """examples:
   fzero plan --model 7B --world 64
   fzero plan --model 7B --world 8 --batch 16 --generate 1024
   fzero plan --model LlamaForCausalLM --config ds_config.json --world 8 --sequence 4096
+  fzero plan --model 1B --world 8 --sequence 131072 --seq 2 --fit 80GB
   fzero plan --model 70B --world 1024 --pipe 8 --sequence 4096 --micro-batches 64 --picture stages.png
   fzero plan --model config.json --world 8 --sequence 4096 --fit 80GB --nvme /local --out fits.json
   fzero env --json > rates.json; fzero plan --model 350M --world 2 --sequence 1024 --rates rates.json --picture peak.png"""
@@ -123,8 +127,10 @@ def plan_model(arguments: list[str]) -> int:
     parser = parser_of("plan", PLAN, PLAN_EXAMPLES)
     _add_model(parser)
     parser.add_argument(
-        "--world", type=count, default=1, metavar="N", help="number of ranks (default 1)"
+        "--world", type=count, metavar="N", help="number of ranks (default: --seq, or 1)"
     )
+    shares = "ranks that share the tokens of each sample (fzero.sequence.ulysses; default 1)"
+    parser.add_argument("--seq", type=count, default=1, metavar="S", help=shares)
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
@@ -185,6 +191,12 @@ def plan_model(arguments: list[str]) -> int:
         )
     if given.pipe is not None and given.out:
         parser.error("--out writes a configuration, which has no stages: leave it out, or --pipe")
+    given.world = given.world or given.seq
+    if given.seq > 1:
+        if given.world % given.seq:
+            parser.error(f"--seq must divide the --world of {given.world} ranks, got {given.seq}")
+        if given.pipe is not None:
+            parser.error("--seq divides sequences, which a pipeline passes on whole: leave one out")
     return print_result(lambda: _plan(given), given.json)
 
 
@@ -225,6 +237,7 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
         "batch": batch,
         "machine": _machine(given),
         "device": given.device,
+        **_shared(given, found),
     }
     if given.pipe is not None:
         return _plan_pipe(given, found, batch, batch_text)
@@ -262,6 +275,23 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
     if given.picture and fitting.best is not None:
         _draw(given.picture, f"{found.description}, {fitting.best.name}", fitting.best.step)
     return _under(found, batch_text, fitting), data
+
+
+def _shared(given: argparse.Namespace, found: NamedModel) -> dict[str, Any]:
+    """The arguments of a plan whose ranks share sequences."""
+    if given.seq == 1:
+        return {}
+    mesh = Mesh.of(data=given.world // given.seq, seq=given.seq)
+    loss_fn = _loss_of_part if "labels" in signature(found.model.forward).parameters else None
+    if hasattr(found.model, "loss_function"):  # of transformers, which gets the number of labels
+        loss_fn = None
+    return {"mesh": mesh, "transforms": [ulysses()], "loss_fn": loss_fn}
+
+
+def _loss_of_part(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """The loss of a model that takes labels, and a weight."""
+    others = {key: x for key, x in batch.items() if key != "shift_labels"}
+    return model(**others, labels=batch["shift_labels"]), 1
 
 
 @contextmanager

@@ -4,7 +4,8 @@ with one process per rank.
 Each rank is a thread, and one thread runs at a time. When it needs a message that has
 not been sent yet, the next rank that can continue runs. Each rank has its own random
 numbers: the states of torch's generators, of the CPU and of the ranks' device, are
-saved when a rank stops, and restored when it continues. All ranks launch work on the
+saved when a rank stops, and restored when it continues. So are the levels of
+forward-mode derivatives, which PyTorch counts by process. All ranks launch work on the
 caller's stream. Kernels use as many threads as in the calling thread, because that
 decides how their sums are split.
 """
@@ -13,11 +14,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
 
 from fzero.common.random_states import random_states, set_random_states
 
@@ -94,12 +98,13 @@ class Hub:
             threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.size)
         ]
         process_rng = random_states(self._device)
-        for thread in threads:
-            thread.start()
-        self._turns[0].release()
         try:
-            for thread in threads:
-                thread.join()
+            with _shared_dual_level():
+                for thread in threads:
+                    thread.start()
+                self._turns[0].release()
+                for thread in threads:
+                    thread.join()
         finally:
             self._is_stuck = True  # after an interrupt, ends the ranks that still wait
             set_random_states(process_rng, self._device)
@@ -160,18 +165,19 @@ class Hub:
         return [found.get(other, value) for other in range(self.size)]
 
     def _wait(self, message: tuple[int, int, int]) -> None:
-        if torch.autograd.forward_ad._current_level >= 0:
+        if _symbolic_trace.CURRENT_PATCHER is not None:
             raise ValueError(
-                "simulate: ranks in lockstep must not gather inside forward-mode differentiation "
-                "(torch.func.jvp, jacfwd), whose levels are those of the process and not of a "
-                "rank; use real processes, or a stage below 3"
+                "simulate: ranks in lockstep must not wait for each other while PyTorch traces "
+                "(torch.func.linearize, make_fx), because its tracer is the process' own, and one "
+                "did; use torch.func.jvp instead of linearize, real processes, or a stage below 3"
             )
         rank = message[1]
         self._waits_for[rank] = message
-        rng = random_states(self._device)
+        rng, levels = random_states(self._device), _set_jvp_levels((-1, 0))
         self._pass_on(rank)
         self._turns[rank].acquire()
         set_random_states(rng, self._device)
+        _set_jvp_levels(levels)
         del self._waits_for[rank]
 
     def _pass_on(self, rank: int) -> None:
@@ -182,3 +188,42 @@ class Hub:
         self._is_stuck |= not ready
         for other in (ready or running)[:1]:
             self._turns[other].release()
+
+
+def _set_jvp_levels(levels: tuple[int, int]) -> tuple[int, int]:
+    """Sets the level of `torch.autograd.forward_ad` (-1 outside) and the number of
+    `torch.func.jvp` around the present code; returns the former ones.
+    """
+    former = forward_ad._current_level, eager_transforms.JVP_NESTING
+    forward_ad._current_level, eager_transforms.JVP_NESTING = levels
+    return former
+
+
+@contextmanager
+def _shared_dual_level() -> Iterator[None]:
+    """Inside, threads that take turns share PyTorch's one level of forward mode: it
+    begins with the first thread that enters it, and ends with the last that leaves it.
+    """
+    num_inside, enter, leave = 0, forward_ad.enter_dual_level, forward_ad.exit_dual_level
+
+    def enter_dual_level() -> int:
+        nonlocal num_inside
+        # PyTorch refuses a second level of one thread
+        if not num_inside or forward_ad._current_level >= 0:
+            enter()  # type: ignore[no-untyped-call]
+        num_inside, forward_ad._current_level = num_inside + 1, 0
+        return 0
+
+    def exit_dual_level(*, level: int | None = None) -> None:
+        nonlocal num_inside
+        num_inside -= 1
+        if num_inside:
+            forward_ad._current_level = -1
+        else:
+            leave(level=level)  # type: ignore[no-untyped-call]
+
+    forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter_dual_level, exit_dual_level
+    try:
+        yield
+    finally:
+        forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave

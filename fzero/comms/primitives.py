@@ -157,11 +157,6 @@ class Primitive:
             self._check_hook(hook)
         if axis.size == 1:
             return x
-        if isinstance(axis, LockstepAxis) and torch.autograd.forward_ad._current_level >= 0:
-            raise ValueError(
-                f"{self.name}: ranks in lockstep cannot take part in jvp, whose levels all threads "
-                f"share; use Stacked.map"
-            )
         label = label or self.label
         number = axis.rank if isinstance(axis.rank, Tensor) else None
         if torch.compiler.is_dynamo_compiling():

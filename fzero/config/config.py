@@ -264,7 +264,7 @@ class Config(Block):
             chosen["safe_modules"] = self.torch_autocast.lower_precision_safe_modules
         if self.communication_data_type:
             chosen["reduce_dtype"] = self.communication_data_type
-        chosen |= self.data_types.model_dump(exclude_none=True)
+        chosen |= self.data_types.model_dump(exclude_none=True, exclude={"keep_in_fp32_modules"})
         return Precision(**chosen)
 
     @property

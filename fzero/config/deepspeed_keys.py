@@ -62,6 +62,12 @@ ACCEPTED = {
     "zero_optimization.contiguous_gradients": "gradients are always written into flat buffers",
     "zero_optimization.reduce_scatter": "stages 1 to 3 always reduce-scatter",
     "zero_optimization.use_multi_rank_bucket_allreduce": "stages 1 to 3 always reduce-scatter",
+    "zero_optimization.compute_grad_norm": (
+        "the norm of the gradients is part of every step's metrics"
+    ),
+    "zero_optimization.parameter_alignment": (
+        "PyTorch's operators take parameters at any address, with the same numbers"
+    ),
     "zero_optimization.allgather_partitions": "updated shards are always all-gathered",
     "zero_optimization.allgather_size": "DeepSpeed reads allgather_bucket_size instead",
     "zero_optimization.overlap_comm": "collectives always run beside the compute",
@@ -137,6 +143,7 @@ TYPES = {
         compression_training.weight_quantization.shared_parameters.quantizer_kernel
         compression_training.weight_quantization.shared_parameters.quantize_verbose
         zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
+        zero_optimization.compute_grad_norm zero_optimization.parameter_alignment
         zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.allgather_partitions
         zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
         zero_optimization.stage3_gather_16bit_weights_on_model_save
@@ -189,6 +196,14 @@ HARMLESS = {
         "the step runs in eager mode, with the same numbers; make_train_step(compile=...) compiles"
     ),
     "graph_harvesting": "the step runs in eager mode",
+    "comms_config": "DeepSpeed ignores it, too; its block is comms_logger",
+    "monitor_config": (
+        "DeepSpeed ignores it, too; its blocks are tensorboard, csv_monitor, wandb and comet"
+    ),
+    "disable_python_gc": (
+        "Python's collector of cycles stays as it is; call gc.disable() in the script, and "
+        "gc.collect() where a pause does no harm"
+    ),
     "zero_optimization.stage3_model_persistence_threshold": (
         "only stage3_param_persistence_threshold decides"
     ),
@@ -212,9 +227,11 @@ _REMOVE = "remove it to run without"
 REFUSED = {
     "amp": "use bf16, fp16 or torch_autocast",
     **dict.fromkeys(("weight_quantization", "quantize_training"), _REMOVE),
+    **dict.fromkeys(("tensor_parallel", "expert_parallel"), _REMOVE),
     **dict.fromkeys(
-        ("tensor_parallel", "expert_parallel", "sequence_parallel_size", "data_parallel_size"),
-        _REMOVE,
+        ("sequence_parallel_size", "data_parallel_size"),
+        "deepspeed.initialize takes it; for a step pass mesh=Mesh.of(data=…, seq=…) and "
+        "transforms=[fzero.sequence.ulysses('seq')]",
     ),
     "zero_optimization.cpu_offload": (
         "it must be true, which is offload_optimizer with device 'cpu', or false"
@@ -283,7 +300,8 @@ INNER = {
     "compile": """deepcompile free_activation free_activation_threshold offload_activation
         offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log offload_parameters
         sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors
-        keep_all_input_tensors passes""",
+        keep_all_input_tensors passes autoep_non_moe enabled
+        disable backend kwargs""",
     "csv_monitor": "enabled output_path job_name",
     "datastates": "*",
     "datastates_ckpt": "*",
@@ -292,7 +310,9 @@ INNER = {
         moe_layer_pattern expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale
         score_apply combine_impl num_expert_groups num_limited_groups score_func top_k load_balance_coeff
         routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr has_shared_experts
-        shared_experts_pattern shared_experts_gate_pattern""",
+        shared_experts_pattern shared_experts_gate_pattern
+        async_split_plan row_weighting_impl gate_up_impl comm_backend comm_num_sm comm_qp_margin
+        comm_max_tokens_per_rank expert_activation""",
     "flops_profiler": """enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file""",
     "hybrid_engine": """enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters
         tp_gather_partition_size enable_cuda_graph""",
@@ -302,7 +322,8 @@ INNER = {
         use_reentrant""",
     "quantize_training": "enabled *",
     "tensor_parallel": """autotp_size preset_model partition_config.* tp_overlap_comm tp.* tensor_parallel.* dtype
-        injection_policy_tuple keep_module_on_host replace_with_kernel_inject kernel_inject""",
+        injection_policy_tuple keep_module_on_host replace_with_kernel_inject kernel_inject vocab_parallel_lm_head
+        vocab_parallel_ce_backend""",
     "tensorboard": "enabled output_path job_name",
     "timers": "throughput.enabled throughput.synchronized",
     "wandb": "enabled group team project",

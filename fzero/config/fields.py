@@ -110,13 +110,20 @@ class Block(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_auto(cls, data: Any) -> Any:
-        """Drops values `"auto"`, which a program is to fill in; unknown keys are kept,
-        to be refused.
+        """Drops values `"auto"`, which a program is to fill in, and null for a block;
+        unknown keys are kept, to be refused.
         """
         if not isinstance(data, Mapping):
             return data
-        known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
-        return {key: value for key, value in data.items() if value != "auto" or key not in known}
+        fields = dict(cls.model_fields)
+        fields |= {x.alias: x for x in fields.values() if x.alias is not None}
+
+        def is_left_out(key: str, value: object) -> bool:
+            if key not in fields:
+                return False
+            return value == "auto" or (value is None and isinstance(fields[key].default, Block))
+
+        return {key: value for key, value in data.items() if not is_left_out(key, value)}
 
 
 def compared(block: Block) -> dict[str, str]:

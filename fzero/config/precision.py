@@ -4,19 +4,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from fzero.config.fields import Block, Count, Dtype, Rate, number
 from fzero.optim.loss_scale import LossScaling
 from fzero.optim.precision import find_class
-
-
-def _exponent(value: object) -> object:
-    if not isinstance(number(value), int):
-        raise ValueError("must be a whole number")
-    return number(value)
 
 
 class FP16(Block):
@@ -30,7 +24,7 @@ class FP16(Block):
     """Whether the floating tensors of a batch are cast to fp16, too."""
     loss_scale: Rate = 0.0
     """The factor of the loss; 0 is dynamic."""
-    initial_scale_power: Annotated[int, BeforeValidator(_exponent), Field(ge=0, le=126)] = 16
+    initial_scale_power: Annotated[int, BeforeValidator(number), Field(ge=0, le=126)] = 16
     """Dynamic: the initial scale is two to this power."""
     loss_scale_window: Count = 1000
     """Dynamic: steps without overflow until the scale doubles."""
@@ -137,3 +131,18 @@ class DataTypes(Block):
     """The dtype of the optimizer state; null is that of the master. fzero's own key."""
     buffer_dtype: Dtype | None = None
     """The dtype of the module's floating buffers; null leaves them unchanged."""
+    keep_in_fp32_modules: Literal["auto"] | tuple[str, ...] = "auto"
+    """Names of module buffers that are fp32 beside parameters in 16 bits; `*` stands for
+    any characters, and a name may match anywhere. "auto" takes the lists of transformers'
+    models. For the engine (fzero.initialize); a step leaves buffers as they are."""
+
+    @model_validator(mode="after")
+    def _one_dtype(self) -> Self:
+        names = self.keep_in_fp32_modules
+        if names not in ("auto", ()) and self.buffer_dtype not in (None, "float32"):
+            raise ValueError(
+                f"keep_in_fp32_modules: excludes buffer_dtype, the dtype of all module buffers, got "
+                f"{[*names]} beside {self.buffer_dtype!r}; leave buffer_dtype out, and buffers keep "
+                f"their dtype"
+            )
+        return self

@@ -87,9 +87,9 @@ else:
             ) from None
 
 
-__version__ = version = "0.19.6"
-"""The version of DeepSpeed whose keys and methods these are."""
-__version_major__, __version_minor__, __version_patch__ = 0, 19, 6
+__version__ = version = "0.19.8"
+"""The newest version of DeepSpeed whose names these are; those of 0.19.6 are here, too."""
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 __git_hash__, __git_branch__ = "fzero", "fzero"
 
 

@@ -57,7 +57,7 @@ def find(module: str, name: str) -> Any:
     where = origin(module, name)
     if where is None:
         raise AttributeError(
-            f"module {module!r} has no attribute {name!r}, here or in DeepSpeed 0.19.6"
+            f"module {module!r} has no attribute {name!r}, here or in DeepSpeed (0.19.6 to 0.19.8)"
         )
     if where.kind == "modules":
         return import_module(where.module)
@@ -111,7 +111,7 @@ def fall_back(module: ModuleType, theirs: str) -> None:
 
     def __getattr__(name: str) -> Any:
         error = AttributeError(
-            f"module {theirs!r} has no attribute {name!r}, here or in DeepSpeed 0.19.6"
+            f"module {theirs!r} has no attribute {name!r}, here or in DeepSpeed (0.19.6 to 0.19.8)"
         )
         if before is not None:
             try:

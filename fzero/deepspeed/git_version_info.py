@@ -1,10 +1,10 @@
-"""`deepspeed.git_version_info`: the version of DeepSpeed whose names these are; no
+"""`deepspeed.git_version_info`: the newest version of DeepSpeed whose names these are; no
 operators are built.
 """
 
 from __future__ import annotations
 
-version, git_hash, git_branch = "0.19.6", "fzero", "fzero"
+version, git_hash, git_branch = "0.19.8", "fzero", "fzero"
 compatible_ops: dict[str, bool] = dict.fromkeys(
     [
         "async_io",

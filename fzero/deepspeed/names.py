@@ -1,5 +1,5 @@
-"""The names of DeepSpeed 0.19.6, as recorded in names.json: which modules it has, and
-where each of their names is defined.
+"""The names of DeepSpeed 0.19.6 and 0.19.8, as recorded in names.json: which modules
+they have, and where each of their names is defined.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class Recorded:
     """
 
     is_package: bool
+    is_gone: bool
+    """Whether the newer version lacks the module."""
     own: Mapping[str, NameKind]
     constants: Mapping[str, Any]
     attributes: Mapping[str, Mapping[str, str]]
@@ -70,6 +72,7 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
     }
     return Recorded(
         is_package=entry.get("is_package", False),
+        is_gone=entry.get("is_gone", False),
         own=own | dict.fromkeys(entry.get("constants", ()), "constants"),
         constants=entry.get("constants", {}),
         attributes=entry.get("attributes", {}),

@@ -44,6 +44,11 @@ EXPORTS: Mapping[str, Mapping[str, str]] = {
         "engine.dataloader": "RepeatingLoader ResumableLoader:DeepSpeedDataLoader"
     },
     "runtime.hybrid_engine": {"engine.engine": "Engine:DeepSpeedHybridEngine"},
+    "runtime.keep_in_fp32": {
+        "engine.fp32_buffers": (
+            "KEEP_IN_FP32_AUTO buffers_to_keep_in_fp32 keep_buffers_in_fp32 keep_in_fp32_pattern"
+        ),
+    },
     "runtime.pipe.engine": {
         "engine.pipeline_engine": "PipelineEngine",
         ".pipeline.module": "PipelineError",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Candidate as Candidate,
         Comparison as Comparison,
         compare_plans as compare_plans,
+        plan_for as plan_for,
     )
     from fzero.estimation.fitting import Fit as Fit, fit as fit
     from fzero.estimation.generation import Answers as Answers
@@ -27,7 +28,7 @@ else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
-            "compare": "Candidate Comparison compare_plans",
+            "compare": "Candidate Comparison compare_plans plan_for",
             "fitting": "Fit fit",
             "generation": "Answers",
             "pipeline_layers": "estimate_layers",

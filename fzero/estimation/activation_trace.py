@@ -36,6 +36,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.common.flops import flops_of_call
+from fzero.comms.axes import AbstractAxis
+from fzero.comms.mesh import SEQ
+from fzero.comms.records import messages
+from fzero.comms.traced import TracedAxis
 from fzero.config.config import Config
 from fzero.estimation.ledger import Device
 from fzero.model.binding import bound
@@ -44,11 +48,12 @@ from fzero.model.transforms import AllChanges, Call
 from fzero.plans.machine_model import MachineModel, OperatorKind
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
+from fzero.plans.traffic import ActivationSend
 from fzero.plans.units import blocks_of
 from fzero.runtime.batches import LossFn, loss_of, map_tensors, without_memory
 from fzero.storage.buffer_sizes import pinned_nbytes
 from fzero.transforms.checkpointing import Moves, Site, checkpointed, choose_modules
-from sharding.views import torch_dtype
+from sharding.views import dtype_name, torch_dtype
 
 
 class OperatorCost(NamedTuple):
@@ -83,6 +88,7 @@ class TraceEvent(NamedTuple):
     work: tuple[OperatorCost, ...] = ()
     most_kept: int = 0  # `most` and `now` if checkpointed inputs stayed on the device
     now_kept: int = 0
+    sends: tuple[ActivationSend, ...] = ()
     waiting: int = 0  # the peak of checkpointed inputs in host memory
     leaves: int = 0  # such inputs that are copied to host memory
     returns: int = 0  # and those that are copied back
@@ -112,6 +118,11 @@ class ActivationTrace:
                 sum(work.seconds(machine) for work in event.work) for event in self.events
             )
         return self._seconds[machine]
+
+    @property
+    def sends(self) -> tuple[ActivationSend, ...]:
+        """The collectives of activations in the micro-step, in order."""
+        return tuple(send for event in self.events for send in event.sends)
 
     def without_moves(self) -> ActivationTrace:
         """The same micro-step with checkpointed inputs that stay on the device."""
@@ -149,6 +160,7 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[TraceEvent] = []
         self.moves = Moves(partial(self._copied, "leaves"), partial(self._copied, "returns"))
         self._event, self._work = TraceEvent("begin"), list[OperatorCost]()
+        self._sends: list[ActivationSend] = []
         # bytes by memory: now, and the most of this event
         self._held, self._peak = Counter[str](), Counter[str]()
         self._copying, self._copied_since = "", Counter[str]()
@@ -171,11 +183,13 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ended = self._event._replace(
             most=peak["device"], now=self._held["device"], work=tuple(self._work)
         )
-        ended = ended._replace(most_kept=peak["kept"], now_kept=self._held["kept"])
+        ended = ended._replace(
+            most_kept=peak["kept"], now_kept=self._held["kept"], sends=tuple(self._sends)
+        )
         self.events.append(
             ended._replace(waiting=peak["host"], leaves=copied["leaves"], returns=copied["returns"])
         )
-        self._event, self._work = TraceEvent(kind, name), []
+        self._event, self._work, self._sends = TraceEvent(kind, name), [], []
         self._peak, self._copied_since = self._held.copy(), Counter()
 
     def __torch_dispatch__(
@@ -187,6 +201,11 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is _DEVICE_OF:  # two of three calls; autograd asks for the device of each tensor
             return args[0].fake_device
+        if func is _WAIT:  # it returns the same tensor; a fake one is another
+            func(*args)
+            return args[0]
+        if func in _COLLECTIVES:
+            self._sends.append(_send_of(func, args))
         out = func(*args, **(kwargs or {}))
         flops = flops_of_call(func, args, kwargs or {}, out)
         self.flops += flops
@@ -195,7 +214,8 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage not in self._seen:
                 self._seen.add(storage)
                 self._add(storage, storage.nbytes())
-        if not self._copying and (work := _work_of(func, flops, args, out)).nbytes:
+        is_work = not self._copying and func not in _COLLECTIVES
+        if is_work and (work := _work_of(func, flops, args, out)).nbytes:
             self._work.append(work)
         return out
 
@@ -228,6 +248,24 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return x.clone()
         finally:
             self._copying, self._copied_from = "", None
+
+
+_C10D = torch.ops._c10d_functional
+_WAIT = _C10D.wait_tensor.default
+_COLLECTIVES = {
+    _C10D.all_to_all_single.default: "all_to_all",
+    _C10D.all_gather_into_tensor.default: "all_gather",
+    _C10D.reduce_scatter_tensor.default: "reduce_scatter",
+}
+
+
+def _send_of(func: Any, args: tuple[Any, ...]) -> ActivationSend:
+    """What one rank sends in a collective of the axis that `trace_activations` gives."""
+    x, axis, kind = args[0], args[-1], _COLLECTIVES[func]
+    size = len(args[1]) if kind == "all_to_all" else next(a for a in args if isinstance(a, int))
+    whole = x.numel() * size if kind == "all_gather" else x.numel()
+    message = next(messages(whole, (size,)))
+    return ActivationSend(kind, axis, message.numel * message.num_others, dtype_name(x.dtype))
 
 
 _DEVICE_OF = torch.ops.prim.device.default
@@ -294,6 +332,7 @@ def trace_activations(
     on_host: bool | None = None,
     device: Device = "cuda",
     changes: AllChanges | None = None,
+    seq_size: int = 1,
 ) -> ActivationTrace:
     """Activations and FLOPs of one forward and backward.
 
@@ -308,7 +347,8 @@ def trace_activations(
             `cpu_checkpointing`.
         device: where the model is; on the CPU inputs are in host memory already.
         changes: the changes of transforms: views, which give modules other values than
-            the parameters, and other forwards.
+            the parameters, other forwards, batches and losses.
+        seq_size: the number of ranks that share the samples; `changes` divide them.
 
     Raises:
         ValueError: the model cannot run on this batch, needs the values of tensors, or
@@ -322,7 +362,11 @@ def trace_activations(
         model, every, blocks=blocks_of(model), field="activation_checkpointing.every"
     )
     on_host = cfg.activation_checkpointing.cpu_checkpointing if on_host is None else on_host
-    alive = ActivationCounter()
+    alive, call = ActivationCounter(), _call(seq_size)
+    if changes is not None:
+        loss_fn = changes.loss_fn(loss_fn)
+        if (divided := changes.batch_fn(call.seq)) is not None:
+            batch = divided(batch)
     autocast = torch_dtype(cfg.precision.autocast) if cfg.precision.autocast else None
     with faked(model, cfg, None if changes is None else changes.trained(model)) as (
         layout,
@@ -343,7 +387,7 @@ def trace_activations(
             _with_fix(model),
             attributes_kept(model),
             bound(model, layout.aliases, recorder.fetch, buffers),
-            nullcontext() if changes is None else changes.bound(model, _call),
+            nullcontext() if changes is None else changes.bound(model, lambda: call),
             _checkpointed(model, chosen, alive.moves if on_host and device == "cuda" else None),
             saved_tensors_hooks(recorder.pack, recorder.unpack),
             _sizes_of_modules(model) as sizes,
@@ -359,17 +403,20 @@ def trace_activations(
     return ActivationTrace(alive.most, alive.flops, tuple(alive.events), sizes)
 
 
-def _call() -> Call:
+def _call(seq_size: int) -> Call:
     """The first forward of one rank. As in a graph blocks are not compiled one by one;
     checkpoints are those of `_checkpointed`.
     """
+    device = torch.device("cpu")
+    axis = AbstractAxis(SEQ, seq_size)  # of NCCL: one collective of each kind
     return Call(
         num_updates=lambda: 0,
         micro=lambda: 0,
         rank=0,
         num_micro=1,
-        device=torch.device("cpu"),
+        device=device,
         in_graph=True,
+        seq=None if seq_size == 1 else TracedAxis.of(axis, device),
     )
 
 
@@ -579,6 +626,8 @@ class Activations:
 
     Args:
         tiles: the changes of `tiled` traces.
+        changes: those of the others.
+        seq_size: the number of ranks that share the samples.
 
     Attributes:
         has_units: whether the model has units to checkpoint.
@@ -592,6 +641,8 @@ class Activations:
         loss_fn: LossFn | None = None,
         device: Device = "cuda",
         tiles: AllChanges | None = None,
+        changes: AllChanges | None = None,
+        seq_size: int = 1,
     ) -> None:
         self.has_units = False
         with suppress(ValueError):
@@ -605,7 +656,8 @@ class Activations:
                 checkpoint=checkpoint,
                 on_host=checkpoint,
                 device=device,
-                changes=tiles if tiled else None,
+                changes=tiles if tiled else changes,
+                seq_size=seq_size,
             )
         )
         self._without_moves = cache(lambda tiled: self._trace(True, tiled).without_moves())

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import optree
 from rich.console import Group
@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fzero.common.text_tables import as_text, scale_of, shown
+from fzero.comms.mesh import unfolded
 from fzero.compression import compression
 from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.config.deepspeed_keys import INSTEAD
@@ -34,10 +35,11 @@ from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
 from fzero.model.transforms import AllChanges, ModelTransform
 from fzero.plans.machine_model import MachineModel
-from fzero.plans.mesh_axes import describe
+from fzero.plans.mesh_axes import describe, seq_size_of
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
 from fzero.runtime.batches import LossFn
+from fzero.runtime.step_runtime import StepRuntime, check_division
 from fzero.runtime.step_spec import StepSpec
 from sharding import Mesh
 from sharding.dtypes import itemsize
@@ -279,7 +281,8 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers as JSON types."""
-        mesh = self.columns[0].plan.mesh
+        plan = self.columns[0].plan
+        mesh = unfolded(plan.mesh, plan.seq_size)
         return {
             "parameters": self.num_params,
             "mesh": {name: mesh.axis_size(name) for name in mesh.names},
@@ -292,7 +295,8 @@ class Comparison:
         has_batch = any("activations" in one.memory["device"] for one in columns)
         scale, unit = scale_of(max(one.state_nbytes for one in columns))
         title = (
-            f"{self.num_params:,} parameters on {describe(columns[0].plan.mesh)}: {unit} on "
+            f"{self.num_params:,} parameters on "
+            f"{describe(unfolded(columns[0].plan.mesh, columns[0].plan.seq_size))}: {unit} on "
             f"a rank, and sent in a step"
         )
         table = Table(
@@ -316,7 +320,7 @@ class Comparison:
                     table.add_row(f"  {words}", *(shown(nbytes, scale) for nbytes in held))
         table.add_row("model state", *(shown(one.state_nbytes, scale) for one in columns))
         table.add_row("  padding (mean)", *(shown(one.padding_nbytes, scale) for one in columns))
-        for axis in columns[0].plan.mesh.names:
+        for axis in {axis: None for one in columns for axis in one.sent_by_axis}:
             sent = (one.sent_by_axis.get(axis, 0) for one in columns)
             table.add_row(f"sent along {axis}", *(shown(nbytes, scale) for nbytes in sent))
         if has_batch:
@@ -373,7 +377,8 @@ def compare_plans(
         world_size: number of ranks W.
         mesh: the mesh of these ranks; None is the configuration's, or one axis.
         batch: one rank's samples of a micro-step, possibly on `meta`; with it,
-            activations are counted (`trace_activations`).
+            activations are counted (`trace_activations`), and what they send. Where the
+            mesh has the axis "seq", whole sequences, as a step gets them.
         loss_fn: see `make_train_step`.
         machine: the rates of one rank, for the seconds of a step.
         device: where the model is; on the CPU, host memory is the device's memory, and
@@ -389,15 +394,10 @@ def compare_plans(
     """
     keys = keys_of(cfg)
     given = Config.load(dict(keys))  # warns of keys that are not honoured
-    changes = (
-        StepSpec(model=model, cfg=given, transforms=tuple(transforms)).changes
-        if transforms
-        else AllChanges()
-    )
+    changes, seq_size = changes_of(model, given, transforms, loss_fn), seq_size_of(mesh)
+    how: dict[str, Any] = {"loss_fn": loss_fn, "device": device, "changes": changes}
     trace = (
-        None
-        if batch is None
-        else trace_activations(model, given, batch, loss_fn=loss_fn, device=device, changes=changes)
+        None if batch is None else trace_activations(model, given, batch, seq_size=seq_size, **how)
     )
     cache = None if answers is None else cache_nbytes(model, given, answers)
 
@@ -410,7 +410,8 @@ def compare_plans(
             "changes": changes,
         }
         made = column(model, name, keys, world_size, mesh, **how)
-        return replace(made, tokens=tokens_of(batch) * world_size * made.plan.num_micro_steps)
+        num_batches = world_size // seq_size * made.plan.num_micro_steps
+        return replace(made, tokens=tokens_of(batch) * num_batches)
 
     columns, refused = [], {}
     for name, zero in VARIANTS.items():
@@ -426,6 +427,15 @@ def compare_plans(
         columns.insert(0, planned("as given", keys))
     num_params = sum(param.numel() for param in model.parameters())
     return Comparison(tuple(columns), refused, num_params, same or "as given")
+
+
+def changes_of(
+    model: nn.Module, cfg: Config, transforms: Sequence[ModelTransform], loss_fn: LossFn | None
+) -> AllChanges:
+    """The changes that transforms make to a model that is planned."""
+    if not transforms:
+        return AllChanges()
+    return StepSpec(model=model, cfg=cfg, loss_fn=loss_fn, transforms=tuple(transforms)).changes
 
 
 def tokens_of(batch: Any) -> int:
@@ -480,6 +490,8 @@ def column(
 
     cfg, trained = quietly(keys), None if changes is None else changes.trained(model)
     planned = plan(model, cfg, world_size=world_size, mesh=mesh, trained=trained)
+    check_division(changes or AllChanges(), planned)
+    planned = planned if trace is None else replace(planned, activation_sends=trace.sends)
     views, sizes = ({}, {}) if changes is None else (changes.views, changes.sizes)
     seen = {*views, *(compression(cfg, model).params if cfg.compresses else ())}
     step = dry_run(
@@ -488,6 +500,34 @@ def column(
     generating = None if cache is None else Generating.after(planned, step, cache)
     memory = memory_of(step)
     return Candidate(name, keys, Choices.of(cfg), planned, step, memory, generating=generating)
+
+
+class Planned(Protocol):
+    """A train step."""
+
+    @property
+    def runtime(self) -> StepRuntime: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+def plan_for(step: Planned, batch: Any) -> Plan:
+    """The plan of a step for a batch: `sent_per_step` counts the collectives of its
+    activations, too. Runs and sends nothing.
+
+        print(fzero.estimation.plan_for(step, batch).sent_per_step)
+
+    Args:
+        step: of `make_train_step`, without a pipeline.
+        batch: this rank's samples of one micro-step; tensors may be on `meta`.
+
+    Raises:
+        ValueError: the model does not run on that batch.
+    """
+    spec, plan = step.runtime.spec, step.plan
+    how: dict[str, Any] = {"loss_fn": spec.loss_fn, "changes": step.runtime.changes}
+    trace = trace_activations(spec.model, spec.cfg, batch, seq_size=plan.seq_size, **how)
+    return replace(plan, activation_sends=trace.sends)
 
 
 def memory_of(step: DryRun) -> dict[str, dict[str, int]]:

@@ -107,6 +107,7 @@ class DryPass:
         ledger.write()  # before anything is computed
         ledger.write(part.most)
         ledger.lanes.compute(ledger.label, part.seconds)
+        ledger.send_activations(part.sends)
         ledger.copy_inputs(part.leaves, part.returns)
         ledger.activations = part.now
         if part.kind == "grad":
@@ -138,7 +139,7 @@ class DryPass:
                     self._end_reduce()
                 case "boundary":
                     pass
-                case "negotiate" | "leave_order" | "end" | "use" | "grad":
+                case "negotiate" | "leave_order" | "end" | "use" | "grad" | "exchange":
                     raise AssertionError(f"a scheduler that follows an order returns no {kind}")
                 case _:
                     assert_never(kind)

@@ -5,7 +5,7 @@ the needs of each. `Limits`: the memory that they must fit into.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -16,13 +16,22 @@ from torch import nn
 from fzero.config.config import ConfigError
 from fzero.config.files import changed
 from fzero.estimation.activation_trace import Activations
-from fzero.estimation.compare import Candidate, Choices, Keys, column, length_of, quietly
+from fzero.estimation.compare import (
+    Candidate,
+    Choices,
+    Keys,
+    changes_of,
+    column,
+    length_of,
+    quietly,
+)
 from fzero.estimation.ledger import Device
-from fzero.model.transforms import AllChanges, ModelTransform
+from fzero.model.transforms import ModelTransform
 from fzero.plans.machine_model import MachineModel
+from fzero.plans.mesh_axes import seq_size_of
 from fzero.runtime.batches import LossFn
-from fzero.runtime.step_spec import StepSpec
 from fzero.tiling import proposed_tiles
+from sharding import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +65,12 @@ class Search:
         device: Device = "cuda",
         loss_fn: LossFn | None = None,
         cache: int | None = None,
+        mesh: Mesh | None = None,
+        transforms: Sequence[ModelTransform] = (),
     ) -> None:
         self.model, self.keys, self.device, self.machine = model, keys, device, machine
-        self._column = partial(
-            column, model, "", world_size=world_size, machine=machine, device=device, cache=cache
-        )
+        how: dict[str, Any] = {"world_size": world_size, "mesh": mesh, "cache": cache}
+        self._column = partial(column, model, "", machine=machine, device=device, **how)
         cfg = quietly(keys)
         zero = cfg.zero_optimization
         paths = [
@@ -72,12 +82,15 @@ class Search:
         self.start = Choices.of(cfg)
         self.every = cfg.activation_checkpointing.every
         self.tiles: tuple[ModelTransform, ...] = ()
-        self._tile_changes = AllChanges()
+        seq_size = seq_size_of(mesh)
+        self._changes = self._tile_changes = changes_of(model, cfg, transforms, loss_fn)
         if length := length_of(batch):
-            self.tiles = proposed_tiles(model, length)
-            self._tile_changes = StepSpec(model=model, cfg=cfg, transforms=self.tiles).changes
+            is_divided = self._changes.batch_fn(seq_size) is not None
+            self.tiles = proposed_tiles(model, -(-length // seq_size) if is_divided else length)
+            self._tile_changes = changes_of(model, cfg, (*transforms, *self.tiles), loss_fn)
+        both = {"tiles": self._tile_changes, "changes": self._changes}
         self.activations = (
-            Activations(model, keys, batch, loss_fn, device, self._tile_changes)
+            Activations(model, keys, batch, loss_fn, device, seq_size=seq_size, **both)
             if batch is not None
             else None
         )
@@ -175,7 +188,7 @@ class Search:
                 tiled=choice.tiles,
             )
         if not choice.tiles:
-            return self._column(keys=keys, trace=trace)
+            return self._column(keys=keys, trace=trace, changes=self._changes)
         found = self._column(keys=keys, trace=trace, changes=self._tile_changes)
         return replace(found, choices=choice, tiles=self.tiles)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from fzero.estimation.pipelines import PipelinePlan, best_pipelines
 from fzero.model.transforms import ModelTransform
 from fzero.plans.machine_model import MachineModel
 from fzero.runtime.batches import LossFn
+from sharding import Mesh
 
 Progress = Callable[[int, int], None]
 """A function that gets the number of configurations planned so far, and of all."""
@@ -58,6 +59,7 @@ class Fit:
         pipelines: the same configuration in pipelines of any number of stages, with as
             many samples in a step: those that fit, fastest first. Only with a batch,
             and ZeRO stage 0 or 1 in the configuration.
+        given: the transforms of all configurations.
     """
 
     limits: Limits
@@ -67,13 +69,14 @@ class Fit:
     machine: MachineModel
     num_samples: int | None
     pipelines: tuple[PipelinePlan, ...] = ()
+    given: tuple[ModelTransform, ...] = ()
 
     @property
     def transforms(self) -> tuple[ModelTransform, ...]:
         """The transforms that belong to `config`, for `make_train_step(…, transforms=…)`:
-        tiles (`fzero.tiling`), if it needs them.
+        those given, and tiles (`fzero.tiling`), if it needs them.
         """
-        return () if self.best is None else self.best.tiles
+        return () if self.best is None else (*self.given, *self.best.tiles)
 
     @property
     def config(self) -> Keys:
@@ -99,7 +102,7 @@ class Fit:
         sizes = (
             self.num_samples,
             best.num_micro_steps,
-            self.num_samples * best.num_micro_steps * best.world_size,
+            self.num_samples * best.num_micro_steps * best.world_size // best.seq_size,
         )
         names = (
             "train_micro_batch_size_per_gpu",
@@ -166,7 +169,7 @@ class Fit:
         of_what = "for a step" if best.activations else "besides what it computes"
         fastest = f"Fastest that fits: {best.choices}; {where}, {best.seconds:.3g} s {of_what}."
         if best.tiles:
-            given = ", ".join(map(str, best.tiles))
+            given = ", ".join(map(str, self.transforms))
             pipes.append(escape(f"Tiles: pass transforms=[{given}] to the step."))
         generating = best.generating
         note = [] if generating is None else [self._generation(generating, scale, unit)]
@@ -204,6 +207,8 @@ def fit(
     device: Device = "cuda",
     answers: Answers | None = None,
     progress: Progress | None = None,
+    mesh: Mesh | None = None,
+    transforms: Sequence[ModelTransform] = (),
 ) -> Fit:
     """The fastest configuration that fits into a rank's memory, and the ladder to the
     smallest.
@@ -226,6 +231,8 @@ def fit(
             by copy or by unit.
         progress: is called before each configuration with its number, from 0, and the
             number of all, and at the end.
+        mesh: the mesh of these ranks; with the axis "seq", `batch` has whole sequences.
+        transforms: those of all configurations; see `make_train_step`.
 
     Raises:
         ConfigError: the configuration is invalid, in itself or for the model.
@@ -233,9 +240,8 @@ def fit(
     """
     keys = keys_of(cfg)
     cache = None if answers is None else cache_nbytes(model, quietly(keys), answers)
-    search = Search(
-        model, keys, world_size, machine or MachineModel(), nvme_path, batch, device, loss_fn, cache
-    )
+    where: Any = nvme_path, batch, device, loss_fn, cache, mesh, transforms
+    search = Search(model, keys, world_size, machine or MachineModel(), *where)
     search.rung("as it is", search.start)  # raises if it is not possible
     for name, value in (("device", device_nbytes), ("host", host_nbytes), ("disk", disk_nbytes)):
         check_kind(
@@ -265,7 +271,12 @@ def fit(
             name=next((rung.name for rung in ladder if rung.choices == best.choices), "in between"),
         )
     pipelines: tuple[PipelinePlan, ...] = ()
-    if search.activations is not None and world_size > 1 and search.start.stage <= 1:
+    if (
+        search.activations is not None
+        and world_size > 1
+        and search.start.stage <= 1
+        and not (transforms or mesh)
+    ):
         pipelines = best_pipelines(
             model,
             search.keys,
@@ -279,7 +290,8 @@ def fit(
         )
     report(len(choices), len(choices))
     num_samples = samples_of(batch)
-    return Fit(limits, best, ladder, tuple(search.notes()), search.machine, num_samples, pipelines)
+    notes, given = tuple(search.notes()), tuple(transforms)
+    return Fit(limits, best, ladder, notes, search.machine, num_samples, pipelines, given)
 
 
 MOST_PIPELINES = 3

@@ -17,7 +17,7 @@ from fzero.comms.records import messages
 from fzero.graph.timeline import Lane, Lanes
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan
-from fzero.plans.traffic import in_bytes
+from fzero.plans.traffic import ActivationSend, in_bytes
 from fzero.storage.buffer_sizes import stream_buffers
 from sharding import TensorSpec
 from sharding.dtypes import itemsize
@@ -134,6 +134,15 @@ class MemoryLedger:
                 "collective", label, seconds, after=after, nbytes=nbytes, axis=axis
             )
         return after
+
+    def send_activations(self, sends: Sequence[ActivationSend]) -> None:
+        """Collectives of activations, for which the model waits."""
+        for one in sends:
+            self.run_python("collective")
+            nbytes, label = in_bytes(one.numel, one.dtype, None), f"{one.collective} of activations"
+            seconds = self.machine.latency + nbytes / self.machine.network
+            end = self.lanes.start("collective", label, seconds, nbytes=nbytes, axis=one.axis)
+            self.lanes.wait(label, end)
 
     def is_here(self, spec: TensorSpec) -> bool:
         """Whether a tensor lives where the model is."""

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from fzero.estimation.activation_trace import ActivationTrace
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan
+from fzero.plans.traffic import ActivationSend
 from fzero.plans.unit_orders import Event, early
 from fzero.plans.unit_scheduler import UnitScheduler
 
@@ -37,6 +38,7 @@ class UnitEvent(NamedTuple):
     waiting: int = 0
     leaves: int = 0
     returns: int = 0
+    sends: tuple[ActivationSend, ...] = ()
 
 
 def parts_of(
@@ -88,6 +90,7 @@ def _traced(plan: Plan, trace: ActivationTrace, machine: MachineModel) -> Iterat
             event.now,
             seconds,
             *event[-3:],
+            event.sends,
         )
         # repeated events of one unit become one part
         if before[:3] == part[:3] and not before.ends:
@@ -98,6 +101,7 @@ def _traced(plan: Plan, trace: ActivationTrace, machine: MachineModel) -> Iterat
                 waiting=max(before.waiting, part.waiting),
                 leaves=before.leaves + part.leaves,
                 returns=before.returns + part.returns,
+                sends=before.sends + part.sends,
             )
         else:
             yield before

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import _autograd
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
@@ -412,9 +413,25 @@ def _beneath_all(num_modes: int) -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         temporarily_clear_interpreter_stack(),
+        _hooks_allowed(),
         beneath_modes(num_modes),
     ):
         yield
+
+
+@contextmanager
+def _hooks_allowed() -> Iterator[None]:
+    """Inside, saved tensors may have hooks, as they may not in a transform of
+    torch.func.
+    """
+    if (message := _autograd._saved_tensors_hooks_get_disabled_error_message()) is None:
+        yield
+        return
+    _autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        _autograd._saved_tensors_hooks_disable(message)
 
 
 def beneath_modes(num_modes: int) -> AbstractContextManager[object]:

@@ -28,11 +28,6 @@ INSIDE = (
     "returned loss, and was; return the loss, and take a gradient of activations with "
     "torch.autograd.grad(loss, activations)"
 )
-TRANSFORMED = (
-    "model: must not call torch.func.grad, vjp, jacrev or hessian in the forward of a step that "
-    "gathers parameters (stage 3), because PyTorch allows no saved-tensor hooks in them, and one "
-    "was called; use torch.autograd.grad(..., create_graph=True), or stages 0 to 2"
-)
 CONTROL_FLOW = (
     "model: the functions given to torch.cond, while_loop, map or scan must not read parameters or "
     "modules of the model, because these operators take no tensors that share memory, as the "
@@ -59,7 +54,6 @@ BETWEEN = (
 )
 
 CHANGES_FLAG = "you can only change requires_grad flags of leaf"
-HOOKS_SAVED = "don't yet support saved tensor hooks"
 COMPILED_TWICE = "does not currently support double backward"
 LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
 CHANGED_BASE = "its base or another view of its base has been modified inplace"
@@ -86,8 +80,6 @@ def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -
             "leave compile='block' (or the model's own torch.compile) out, or pass compile='step', "
             "whose graph has them"
         ) from error
-    if HOOKS_SAVED in str(error):
-        raise ValueError(TRANSFORMED) from error
     if UNCAPTURED in str(error):
         raise ValueError(CONTROL_FLOW) from error
 

@@ -68,6 +68,8 @@ class Plan:
             prefetch; a single unit may exceed it.
         num_micro_steps: micro-batches of a step.
         seq_size: neighbours that share samples.
+        activation_sends: the collectives of activations in a micro-step, known for a
+            batch (`fzero.estimation.plan_for`); empty where none is given.
         max_reducing: see `UnitRules`.
         max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step
             (`PassOptions`); with None the compiled step chooses them.
@@ -94,6 +96,7 @@ class Plan:
     max_reducing: int
     num_micro_steps: int = 1
     seq_size: int = 1
+    activation_sends: tuple[traffic.ActivationSend, ...] = field(default=(), repr=False)
     max_reuse_distance: int | None = None
     gather_bucket: int | None = None
     reduce_bucket: int | None = None
@@ -328,6 +331,9 @@ class Plan:
         Two cases are known only after the first step (`TrainStep.schedule`): a unit
         whose weights the backward does not need (an embedding) is not gathered in it,
         and a unit that is used in several separate places is gathered for each.
+
+        Activations are sent where ranks share sequences. How much depends on the batch:
+        they count in plans for one (`fzero.estimation.plan_for`, `compare_plans`, `fit`).
         """
         return totals(self.sent_by_axis)
 
@@ -357,7 +363,9 @@ class Plan:
         sent = traffic.sent_by_axis(
             self.units, self.mesh, hooks=hooks, num_micro_steps=self.num_micro_steps, size=size
         )
-        return owned.with_exchanges(sent, self, size) if self.owners else sent
+        sent = owned.with_exchanges(sent, self, size) if self.owners else sent
+        num = self.num_micro_steps
+        return traffic.with_activations(sent, self.activation_sends, num_micro_steps=num, size=size)
 
     def __rich__(self) -> Group:
         """The units as a table, and lines that say what a rank holds and sends."""
@@ -371,7 +379,14 @@ class Plan:
             exact = self._sent(CommHooks(), traffic.in_bytes)
             lines += report.hook_lines(self.comm_hooks, self.sent_nbytes_by_axis, exact)
         return Group(
-            report.unit_table(self.units, self.mesh, self.seq_size, stage=self.stage), *lines
+            report.unit_table(
+                self.units,
+                self.mesh,
+                self.seq_size,
+                stage=self.stage,
+                is_counted=bool(self.activation_sends),
+            ),
+            *lines,
         )
 
     def __str__(self) -> str:

@@ -19,17 +19,18 @@ ByAxis = Mapping[str, Mapping[str, int]]
 """Elements or bytes that a rank sends, by axis and collective."""
 
 
-def unit_table(units: Sequence[UnitPlan], mesh: Mesh, seq_size: int, *, stage: Stage) -> Table:
-    """One line for each flat buffer; see `Plan`."""
+def unit_table(
+    units: Sequence[UnitPlan], mesh: Mesh, seq_size: int, *, stage: Stage, is_counted: bool
+) -> Table:
+    """One line for each flat buffer; see `Plan`. `is_counted`: whether the plan counts
+    collectives of activations.
+    """
     ranks = describe(unfolded(mesh, seq_size))
     table = Table(title=f"ZeRO stage {stage} on {ranks}", title_justify="left")
     if seq_size > 1:
-        table.caption_justify, table.caption = (
-            "left",
-            (
-                f"{seq_size} neighbouring ranks share the tokens of a sample; step.explain(batch) "
-                f"counts their all-to-alls"
-            ),
+        table.caption_justify = "left"
+        table.caption = f"{seq_size} neighbouring ranks share the tokens of a sample" + (
+            "; fzero.estimation.plan_for(step, batch) counts their all-to-alls" * (not is_counted)
         )
     table.add_column("unit")
     table.add_column("flat buffer")
@@ -85,7 +86,7 @@ def traffic_lines(sent: ByAxis, mesh: Mesh) -> Iterator[str]:
     """
     lines = (
         {f" along {axis}": of_axis for axis, of_axis in sent.items()}
-        if is_several(mesh)
+        if is_several(mesh) or len(sent) > 1
         else {"": totals(sent)}
     )
     for along, of_axis in lines.items():

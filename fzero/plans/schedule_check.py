@@ -3,13 +3,14 @@ unit, or reduces a gradient too early.
 
 A record holds the events that a rank's unit scheduler returned, in order, and the
 model's actions between them: `use` where it used a unit, `grad` where the gradients of
-a visit were written. The kinds are those of `fzero.plans.unit_scheduler`.
+a visit were written, `exchange` where it sent activations to the ranks that share its
+samples. The kinds are those of `fzero.plans.unit_scheduler`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -17,12 +18,15 @@ from fzero.plans.unit_orders import AGREED, Event, ScheduleError
 from fzero.plans.unit_rules import UnitRules
 
 
-def check_schedules(schedules: Sequence[Sequence[Event]], rules: UnitRules) -> int:
+def check_schedules(
+    schedules: Sequence[Sequence[Event]], rules: UnitRules, *, seq_size: int = 1
+) -> int:
     """Raises unless the ranks' schedules can run together; returns the peak of gathered
     elements on any rank.
 
     1. All ranks issue the same agreed events in the same order. A rank waits only for
-       what it has issued itself, so no rank waits for ever.
+       what it has issued itself, so no rank waits for ever. Ranks that share samples
+       also exchange activations in the same places between them: all wait there.
     2. Each gather is either waited for and then released, or dropped, exactly once. No
        gather is under way at the boundary. A unit is used only between the wait and the
        release.
@@ -36,6 +40,7 @@ def check_schedules(schedules: Sequence[Sequence[Event]], rules: UnitRules) -> i
         schedules: the record of each rank, in rank order, from the first forward to the
             end of the last backward.
         rules: the rules of the plan.
+        seq_size: so many neighbouring ranks share samples (`Plan.seq_size`).
 
     Raises:
         ScheduleError: a rule is broken; the message names the rank, the event and the
@@ -51,23 +56,28 @@ def check_schedules(schedules: Sequence[Sequence[Event]], rules: UnitRules) -> i
     fzero.plans.unit_orders.ScheduleError: check_schedules: all ranks must issue the same collectives in the same order, but \
 number 0 is 'gather a' on rank 0 and missing on rank 1
     """
-    first, *others = (
-        [event for event in schedule if event.kind in AGREED] for schedule in schedules
-    )
-    for rank, other in enumerate(others, 1):
-        for number, (one, two) in enumerate(zip_longest(first, other)):
-            if one != two:
-                names = ["missing" if event is None else repr(str(event)) for event in (one, two)]
-                raise ScheduleError(
-                    f"check_schedules: all ranks must issue the same collectives in the same "
-                    f"order, but number {number} is {names[0]} on rank 0 and {names[1]} on rank "
-                    f"{rank}"
-                )
+    _check_alike(schedules, AGREED, 0)
+    for start in range(0, len(schedules) if seq_size > 1 else 0, seq_size):
+        _check_alike(schedules[start : start + seq_size], (*AGREED, "exchange"), start)
     has_drops = any(event.kind == "drop_gather" for event in schedules[0])
     alike = not has_drops and all(list(schedule) == list(schedules[0]) for schedule in schedules)
     return max(
         _Rank(rank, rules, alike).follow(schedule) for rank, schedule in enumerate(schedules)
     )
+
+
+def _check_alike(schedules: Sequence[Sequence[Event]], kinds: Collection[str], start: int) -> None:
+    """Raises unless the ranks from `start` on have the same events of some kinds."""
+    first, *others = ([event for event in one if event.kind in kinds] for one in schedules)
+    for rank, other in enumerate(others, start + 1):
+        for number, (one, two) in enumerate(zip_longest(first, other)):
+            if one != two:
+                names = ["missing" if event is None else repr(str(event)) for event in (one, two)]
+                raise ScheduleError(
+                    f"check_schedules: all ranks must issue the same collectives in the same "
+                    f"order, but number {number} is {names[0]} on rank {start} and {names[1]} on "
+                    f"rank {rank}"
+                )
 
 
 @dataclass(slots=True)

@@ -36,6 +36,37 @@ Collective = Literal[
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
+class ActivationSend(NamedTuple):
+    """A collective of activations in the forward or backward of one micro-step.
+
+    Attributes:
+        collective: its name.
+        axis: the mesh axis of its ranks.
+        numel: the elements that this rank sends to all others together.
+        dtype: their dtype.
+    """
+
+    collective: str
+    axis: str
+    numel: int
+    dtype: str
+
+
+def with_activations(
+    sent: dict[str, dict[str, int]],
+    sends: Sequence[ActivationSend],
+    *,
+    num_micro_steps: int,
+    size: Size,
+) -> dict[str, dict[str, int]]:
+    """The traffic by axis, with the collectives of activations."""
+    found = {axis: dict(of_axis) for axis, of_axis in sent.items()}
+    for one in sends:
+        of_axis, name = found.setdefault(one.axis, {}), f"{one.collective} of activations"
+        of_axis[name] = of_axis.get(name, 0) + num_micro_steps * size(one.numel, one.dtype, None)
+    return found
+
+
 def in_elements(numel: int, dtype: str, hook: CommHook | None) -> int:
     """A `Size` in elements."""
     return numel

@@ -60,6 +60,7 @@ class Event(NamedTuple):
         "end",
         "use",
         "grad",
+        "exchange",
     ]
     unit: str = ""
 

@@ -21,6 +21,7 @@ order in which a unit meets them:
 | end_reduce | the oldest reductions are waited for, and written to the memory where the gradients live |
 | negotiate, leave_order | the runtime agrees with all ranks on the next event, or to leave it; calls `agreed` or `leave_order` |
 | use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |
+| exchange | only there, too: activations go to the ranks of the mesh axis `unit` |
 
 `executed`, the order and the events that `_issue` starts are the same on all ranks. The
 units that a rank uses, and so `_in_use`, are its own. A rule that leaves out a collective

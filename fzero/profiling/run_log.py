@@ -346,6 +346,7 @@ class _Rates:
                 "loss_fn": spec.loss_fn,
                 "checkpoint": False,
                 "changes": spec.changes,
+                "seq_size": self._step.plan.seq_size,
             }
             return trace_activations(spec.model, spec.cfg, batch, **how).flops
         except Exception as error:

@@ -221,9 +221,9 @@ def loss_of(
 
 def check_weight(weight: Tensor, source: str) -> None:
     """Raises ValueError unless the weight is one number of at least 0. The value is
-    read on the CPU only, outside a graph.
+    read on the CPU only, outside a graph and a dry run.
     """
-    is_known = weight.device.type == "cpu" and not is_traced()
+    is_known = weight.device.type == "cpu" and type(weight) is Tensor and not is_traced()
     if weight.numel() != 1 or (is_known and not weight >= 0):
         raise ValueError(
             f"loss: {source} must give a weight that is one number, not negative, beside the sum, "

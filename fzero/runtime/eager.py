@@ -25,14 +25,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch.autograd.graph import saved_tensors_hooks
 
 from fzero.common.profiler_ranges import OpenRange
 from fzero.comms import collectives
@@ -51,6 +49,7 @@ from fzero.runtime.learned import Learned
 from fzero.runtime.outcome import explain
 from fzero.runtime.param_views import ParamViews
 from fzero.runtime.reductions import GradNorms, Reductions
+from fzero.runtime.saving import saving
 from fzero.runtime.sequencer import Sequencer
 from fzero.runtime.visits import Forwards, GivenParams, Visit, sum_of
 from fzero.storage.shard_transfer import ShardTransfer
@@ -334,7 +333,7 @@ class ForwardBackward:
             )
             present = enter(self, unit)
         elif self._events.phase != "forward":
-            self._need(present.unit)  # the next gather may start now, as in `_unpack`
+            self._need(present.unit)  # the next gather may start now, as in `unpack`
         is_new = not present.is_recorded and not self.runs_again
         if is_new and self._events.phase == "forward" and torch.is_grad_enabled():
             present.is_recorded = True
@@ -343,8 +342,6 @@ class ForwardBackward:
 
     def _enter(self, unit: UnitPlan) -> Visit:
         """Makes `unit` the present unit."""
-        if self._present is not None and self.given.compared:
-            self.given.check(self._present.plan)
         if self._events.phase == "forward":
             self._range.open("unit", unit.name)
         forward = self.forwards.last if self.given.is_open else self.forwards.of_node
@@ -352,6 +349,8 @@ class ForwardBackward:
         if visit is None or not self.gathers_nothing:
             # the model may use the leaves outside of its modes later
             with beneath_model(self._num_modes):
+                if self._present is not None and self.given.compared:
+                    self.given.check(self._present.plan)
                 self._leave(unit.name)
                 self._events.request(UnitScheduler.enter, unit.name)
                 if visit is None:
@@ -381,7 +380,8 @@ class ForwardBackward:
 
     # --- autograd ---------------------------------------------------------------------------------
 
-    def _unpack(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
+    def unpack(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
+        """The tensor that `saving` has saved. *Collective* in stage 3, for a view."""
         if isinstance(saved, SavedView):
             self._check_runs()
             self._need(saved.unit.name)
@@ -424,12 +424,6 @@ class ForwardBackward:
         self.add_grads(unit, names, grads)
         if self.status != "passed" and not self.reductions.only_adds:
             self._events.request(UnitScheduler.end_visit, unit)
-
-
-def saving(work: ForwardBackward) -> AbstractContextManager[object]:
-    """Inside, views of gathered buffers are saved as `SavedView`s."""
-    pack, unpack = untraced(Gathers.as_saved), untraced(ForwardBackward._unpack)
-    return saved_tensors_hooks(partial(pack, work.gathers), partial(unpack, work))  # type: ignore[return-value]
 
 
 @contextmanager

@@ -112,7 +112,7 @@ class Sequencer:
                     self._negotiate()
                 case "leave_order":
                     self._leave_order()
-                case "end" | "use" | "grad":
+                case "end" | "use" | "grad" | "exchange":
                     raise AssertionError(f"a scheduler returns no {kind}")
                 case _:
                     assert_never(kind)

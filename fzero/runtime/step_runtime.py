@@ -137,7 +137,7 @@ class StepRuntime:
         )
         seq = seq_axis(ranks, plan) if bound is None else bound.seq
         num_data_ranks = ranks.size // plan.seq_size
-        _check_division(changes, plan)
+        check_division(changes, plan)
         cast = None if cfg.casts_batch_to is None else torch_dtype(cfg.casts_batch_to)
         # Read from the model now: it must not be read while it is bound to the tensors of a state.
         return cls(
@@ -359,7 +359,8 @@ class StepRuntime:
             yield unflatten(gather_flat(flat, buffer, self.mesh), buffer.layout)
 
 
-def _check_division(changes: AllChanges, plan: Plan) -> None:
+def check_division(changes: AllChanges, plan: Plan) -> None:
+    """Raises ValueError where ranks share samples, and no transform divides the tokens."""
     if plan.seq_size > 1 and not changes.splits_samples:
         raise ValueError(
             f"mesh: may have the axis {SEQ!r} only with a transform that divides the tokens of "

@@ -8,9 +8,8 @@ of `register`.
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from fzero.common.optional import package
-from fzero.sequence.exchange import attend
+from fzero.sequence.exchange import Numbered, attend, number_of
 from fzero.sequence.parts import Part
 
 _NATIVE = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
@@ -42,6 +41,12 @@ class Now:
     part: Part | None = None
     is_running: bool = False
     packs: bool = True
+    length: int | None = None
+    """The tokens of the whole sequence of `part`: a number that a compiled block reads."""
+
+    def begin(self, part: Part | None) -> None:
+        """A forward with this part begins."""
+        self.part, self.length = part, None if part is None else part.length
 
 
 class Swapping(TorchFunctionMode):
@@ -56,6 +61,7 @@ class Swapping(TorchFunctionMode):
     def __init__(self, axis: Any, now: Now, *, may_count: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.axis, self.now, self._may_count = axis, now, may_count
+        self._size, self._rank, self._number = axis.size, axis.rank, number_of(axis)
 
     @property
     def part(self) -> Part | None:
@@ -72,7 +78,7 @@ class Swapping(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            return self._multi_head(*args, **kwargs)
+            return _multi_head(self._attend, *args, **kwargs)
         if func is torch.arange and not self._may_count:
             self._check_count(*args, **kwargs)
         if func in _NATIVE:
@@ -94,22 +100,18 @@ class Swapping(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        length = None if self.part is None else self.part.length
-        num_own = query.shape[-2]
-        if length is not None and num_own != -(-length // self.axis.size):
+        length, size, num_own = self.now.length, self._size, query.shape[-2]
+        if length is not None and num_own != -(-length // size):
             raise ValueError(
                 f"ulysses: attention must be over the tokens of the divided sequence, "
-                f"{-(-length // self.axis.size)} on a rank, got {num_own} queries; leave a model "
+                f"{-(-length // size)} on a rank, got {num_own} queries; leave a model "
                 f"whose attention is over anything else (windows, patches) undivided"
             )
-        how: dict[str, Any] = {"axis": self.axis, "length": length}
+        axis = self.axis
+        if torch.compiler.is_dynamo_compiling():  # its graph holds numbers, and guards on them
+            axis = Numbered(size, self._rank, self._number)
+        how: dict[str, Any] = {"axis": axis, "length": length}
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **how)
-
-    def _multi_head(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        given = _MULTI_HEAD.bind(*args, **kwargs)
-        given.apply_defaults()
-        with self:
-            return _multi_head(given.arguments)
 
     def _check_count(self, *args: Any, **kwargs: Any) -> None:
         if self.part is None:
@@ -124,58 +126,77 @@ class Swapping(TorchFunctionMode):
             )
 
 
-def _multi_head(given: Mapping[str, Any]) -> tuple[Tensor, None]:
-    """`F.multi_head_attention_forward` by `F.scaled_dot_product_attention`, also where
-    padding comes with `is_causal`.
+def _multi_head(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, None]:
+    """`F.multi_head_attention_forward` by `attend`, also where padding comes with
+    `is_causal`.
     """
-    if given["need_weights"]:
+    if need_weights:
         raise ValueError(
             "ulysses: nn.MultiheadAttention must return no weights, which are of all tokens and "
             "heads, got need_weights=True; pass need_weights=False"
         )
-    if given["bias_k"] is not None or given["add_zero_attn"] or given["static_k"] is not None:
+    if bias_k is not None or add_zero_attn or static_k is not None:
         raise ValueError(
             "ulysses: nn.MultiheadAttention must have no keys besides those of tokens, got "
             "add_bias_kv, add_zero_attn or static keys; leave them out"
         )
-    xs = [given[name] for name in ("query", "key", "value")]
-    if xs[0].dim() == 2:
+    if query.dim() == 2:
         raise ValueError(
             "ulysses: nn.MultiheadAttention must get batches, got one sample; pass x[None]"
         )
-    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
-    if given["use_separate_proj_weight"]:
-        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
-    else:
-        weights = given["in_proj_weight"].chunk(3)
-    num_heads = given["num_heads"]
+    biases: Any = [None] * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    weights: Any = [q_proj_weight, k_proj_weight, v_proj_weight]
+    if not use_separate_proj_weight and in_proj_weight is not None:
+        weights = in_proj_weight.chunk(3)
     heads = [
         rearrange(F.linear(x, weight, bias), "t b (h d) -> b h t d", h=num_heads)
-        for x, weight, bias in zip(xs, weights, biases, strict=True)
+        for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
     ]
-    mask, is_causal = given["attn_mask"], given["is_causal"]
+    mask = attn_mask
     if is_causal or mask is None:  # the mask beside is_causal is that of this rank's tokens
         mask = None
     elif mask.dtype == torch.bool:  # here True hides, in the other function it shows
         mask = ~mask
     if mask is not None and mask.dim() == 3:
         mask = rearrange(mask, "(b h) q k -> b h q k", h=num_heads)
-    if (hidden := given["key_padding_mask"]) is not None:
-        shown = ~hidden if hidden.dtype == torch.bool else hidden
+    if key_padding_mask is not None:
+        is_bool = key_padding_mask.dtype == torch.bool
         if mask is not None:
             raise ValueError(
                 "ulysses: nn.MultiheadAttention must get key_padding_mask or attn_mask, got both; "
                 "pass is_causal=True, or one mask of both"
             )
-        mask = shown[:, None, None]
-    dropout_p = given["dropout_p"] if given["training"] else 0.0
-    query, key, value = heads
-    attended = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal)
+        mask = (~key_padding_mask if is_bool else key_padding_mask)[:, None, None]
+    attended = attend(*heads, mask, dropout_p if training else 0.0, is_causal)
     joined = rearrange(attended, "b h t d -> t b (h d)")
-    return F.linear(joined, given["out_proj_weight"], given["out_proj_bias"]), None
-
-
-_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+    return F.linear(joined, out_proj_weight, out_proj_bias), None
 
 
 def active() -> Swapping | None:

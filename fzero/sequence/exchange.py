@@ -15,7 +15,8 @@ L = S·T tokens, D width of a head.
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.comms.primitives import Axis, all_gather, all_to_all
-from fzero.comms.records import Label
+from fzero.comms.records import Label, Phase
 
 SWAP = Label("heads", phase="forward")
 _attend = F.scaled_dot_product_attention
@@ -39,7 +40,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    axis: Axis,
+    axis: Axis | Numbered,
     length: int | None = None,
 ) -> Tensor:
     """`F.scaled_dot_product_attention` over the tokens of all ranks of `axis`.
@@ -98,7 +99,7 @@ def attend(
     return to_tokens(_attend(query, key, value, **how), axis)
 
 
-def to_heads(xs: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
+def to_heads(xs: tuple[Tensor, ...], axis: Axis | Numbered) -> tuple[Tensor, ...]:
     """Tokens for heads: each (B, H, T, D) becomes (B, N, L, D), all in one all-to-all if
     they have one dtype.
     """
@@ -107,7 +108,7 @@ def to_heads(xs: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
     size = axis.size
     parts = [rearrange(x, "b (s n) t d -> s b n t d", s=size) for x in xs]
     joined = torch.cat([part.reshape(size, -1) for part in parts], 1)
-    arrived = all_to_all(joined.view(-1), axis, label=SWAP).view(size, -1)
+    arrived = _swapped(joined.view(-1), axis).view(size, -1)
     rows = torch.split(arrived, [part.numel() // size for part in parts], 1)
     return tuple(
         rearrange(row.reshape(part.shape), "s b n t d -> b n (s t) d")
@@ -115,10 +116,10 @@ def to_heads(xs: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
     )
 
 
-def to_tokens(x: Tensor, axis: Axis) -> Tensor:
+def to_tokens(x: Tensor, axis: Axis | Numbered) -> Tensor:
     """Heads for tokens: (B, N, L, D) becomes (B, H, T, D)."""
     part = rearrange(x, "b n (s t) d -> s b n t d", s=axis.size)
-    arrived = all_to_all(part.reshape(-1), axis, label=SWAP).view(part.shape)
+    arrived = _swapped(part.reshape(-1), axis).view(part.shape)
     own: Tensor = rearrange(arrived, "s b n t d -> b (s n) t d")
     return own
 
@@ -159,7 +160,9 @@ def _repeated(x: Tensor, num_heads: int, size: int) -> Tensor:
     return x.repeat_interleave(num // num_keys, dim=1)
 
 
-def _whole_mask(mask: Tensor, query: Tensor, num_tokens: int, length: int, axis: Axis) -> Tensor:
+def _whole_mask(
+    mask: Tensor, query: Tensor, num_tokens: int, length: int, axis: Axis | Numbered
+) -> Tensor:
     """The mask of this rank's heads over the whole sequence."""
     num_heads, num_own = query.shape[1], query.shape[-2]
     num_rows = mask.shape[-2] if mask.dim() > 1 else 1
@@ -180,11 +183,68 @@ def _whole_mask(mask: Tensor, query: Tensor, num_tokens: int, length: int, axis:
     return mask
 
 
-def of_all_keys(mask: Tensor, axis: Axis) -> Tensor:
+def of_all_keys(mask: Tensor, axis: Axis | Numbered) -> Tensor:
     """A mask of this rank's keys, for those of all ranks."""
     if mask.dtype == torch.bool:
-        return all_gather(mask.to(torch.uint8), axis, label=SWAP).to(torch.bool)
+        return of_all_keys(mask.to(torch.uint8), axis).to(torch.bool)
+    if isinstance(axis, Numbered):
+        rows = mask.expand(axis.size, *mask.shape).reshape(-1)
+        return torch.cat([*_swapped(rows, axis).view(axis.size, *mask.shape)], -1)
     return all_gather(mask, axis, label=SWAP)
+
+
+# --- in a block that is compiled alone -------------------------------------------------------------
+
+
+class Numbered(NamedTuple):
+    """An axis in the graph of a compiled block: numbers, on which the graph is guarded."""
+
+    size: int
+    rank: int
+    number: int
+
+
+_AXES: list[Any] = []
+"""The axes that graphs name by their index."""
+
+
+def number_of(axis: Axis) -> int:
+    """The index by which a graph names an axis."""
+    if axis not in _AXES:
+        _AXES.append(axis)
+    return _AXES.index(axis)
+
+
+@torch.library.custom_op("fzero::swap", mutates_args=())
+def _swap(x: Tensor, number: int, label: str) -> Tensor:
+    """The all-to-all of `_AXES[number]` as one operator, which runs as in an eager step:
+    it is observed, and reports hangs.
+    """
+    phase: Phase = "backward" if label == "backward" else "forward"
+    return all_to_all(x.contiguous(), _AXES[number], label=replace(SWAP, phase=phase)).clone()
+
+
+@_swap.register_fake
+def _(x: Tensor, number: int, label: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> None:
+    ctx.number = inputs[1]
+
+
+def _swap_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return _swap(grad, ctx.number, "backward"), None, None
+
+
+_swap.register_autograd(_swap_back, setup_context=_keep)
+
+
+def _swapped(x: Tensor, axis: Axis | Numbered) -> Tensor:
+    """Part r of `x` goes to rank r."""
+    if isinstance(axis, Numbered):
+        return _swap(x, axis.number, "forward")
+    return all_to_all(x, axis, label=SWAP)
 
 
 def num_sent(shape: tuple[int, ...], num_keys: int, size: int) -> int:

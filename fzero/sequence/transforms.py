@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fzero.comms.mesh import SEQ
-from fzero.config.config import ConfigError
 from fzero.model.transforms import Call, Changes, LossFn, TransformedStep, Wrap
 from fzero.sequence.attention import Now, Swapping, active, is_pretrained, register
 from fzero.sequence.parts import Division, Part, check_counted, check_keys, joined
@@ -29,23 +28,29 @@ _MIXING = (
 class Ulysses:
     """The transform of `ulysses`."""
 
-    dim: int
-    pad: Mapping[Any, float]
-    whole: frozenset[Any]
-    splits: bool
-    may_count: bool
-    mixes: tuple[str, ...]
+    dim: int = 1
+    pad: Mapping[Any, float] = field(default_factory=dict)
+    whole: frozenset[Any] = frozenset()
+    splits: bool = True
+    may_count: bool = False
+    token_wise: tuple[str, ...] = ()
     in_eval: bool = True
     """Whether a model in evaluation mode has parts of sequences, too."""
+
+    def __str__(self) -> str:
+        """The call that makes it, with the arguments that are not the default.
+
+        >>> print(Ulysses(whole=frozenset({"mask"})))
+        fzero.sequence.ulysses('seq', whole=['mask'])
+        """
+        own, default = asdict(self), asdict(Ulysses())
+        own["whole"] = sorted(self.whole, key=repr)
+        given = [f"{name}={own[name]!r}" for name in own if getattr(self, name) != default[name]]
+        return f"fzero.sequence.ulysses({', '.join([repr(SEQ), *given])})"
 
     def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`. It adds nothing."""
         model, loss_fn = spec.model, getattr(spec, "loss_fn", None)
-        if spec.compile == "block":
-            raise ConfigError(
-                "compile: must be 'step' or None with ulysses, got 'block': a block compiled alone "
-                "would hide its attention; pass compile='step'"
-            )
         named = {name: module for name, module in model.named_modules() if _is_called(module)}
         self._check_mixing(model)
         pretrained = [module for module in named.values() if is_pretrained(module)]
@@ -86,6 +91,8 @@ class Ulysses:
         def wrap(name: str, module: nn.Module) -> Callable[..., Any]:
             forward = module.forward
             asks = _asked(module) if is_pretrained(module) else ()
+            # made here, because a compiled block may enter it, not make it
+            mode = Swapping(axis, now, may_count=self.may_count or bool(asks))
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 if not name and self.splits and not now.is_running:
@@ -98,11 +105,11 @@ class Ulysses:
                     return forward(*args, **kwargs)
                 if asks:
                     if not self.splits and active() is None:
-                        now.part = _given_part(args, kwargs, axis)
+                        now.begin(_given_part(args, kwargs, axis))
                     kwargs = _with_positions(module, asks, args, kwargs, now)
                 if active() is not None:
                     return forward(*args, **kwargs)
-                with Swapping(axis, now, may_count=self.may_count or bool(asks)):
+                with mode:
                     return forward(*args, **kwargs)
 
             return run
@@ -111,7 +118,7 @@ class Ulysses:
 
     def _check_mixing(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            if isinstance(module, _MIXING) and name not in self.mixes:
+            if isinstance(module, _MIXING) and name not in self.token_wise:
                 raise ValueError(
                     f"ulysses: a model must mix tokens by attention alone, got {name!r}, a "
                     f"{type(module).__name__}, which would see this rank's tokens only; leave the "
@@ -125,7 +132,8 @@ def _loss_of_part(given: LossFn | None, now: Now) -> LossFn:
     def loss(model: nn.Module, part: Any) -> Any:
         if not isinstance(part, Part):  # one rank
             return _loss(model, given, part)
-        now.part, now.is_running = part, True
+        now.begin(part)
+        now.is_running = True
         try:
             found = _loss(model, given, part.batch)
         except KeyError as error:

@@ -236,7 +236,6 @@ REFUSED = {
         if r != "called"
         for t in TRANSFORMS
     },
-    **{("lockstep", "called", t): "ranks in lockstep cannot take part in jvp" for t in FORWARD},
 }
 """What the error says, by axis, runner and transform; all other cells give the numbers.
 """

@@ -20,7 +20,8 @@ import deepspeed_page
 import deepspeed_shape
 import pytest
 
-from fzero.deepspeed import alias, missing, names
+import fzero.deepspeed
+from fzero.deepspeed import alias, git_version_info, missing, names
 from fzero.deepspeed.__main__ import main
 from fzero.deepspeed.names import Definition
 
@@ -73,11 +74,11 @@ def children():
     queue = spawn.Queue()
     process = spawn.Process(target=child, args=(queue,))
     process.start()
-    assert queue.get(timeout=60) == ("fzero.deepspeed", "0.19.6")
+    assert queue.get(timeout=60) == ("fzero.deepspeed", "0.19.8")
     process.join()
     program = '''
 import importlib.metadata, importlib.util
-assert importlib.util.find_spec("deepspeed") and importlib.metadata.version("deepspeed") == "0.19.6"
+assert importlib.util.find_spec("deepspeed") and importlib.metadata.version("deepspeed") == "0.19.8"
 import deepspeed, deepspeed.moe.layer
 assert deepspeed.__name__ == "fzero.deepspeed"
 '''
@@ -137,7 +138,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.elasticity.config import ElasticityError
 from deepspeed.runtime.constants import TRAIN_BATCH_SIZE
 
-assert deepspeed is fzero.deepspeed and importlib.metadata.version("deepspeed") == "0.19.6"
+assert deepspeed is fzero.deepspeed and importlib.metadata.version("deepspeed") == "0.19.8"
 assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
 for name, module in [*sys.modules.items()]:
     if name.startswith("fzero.deepspeed.") and "deepspeed." + name.split(".", 2)[2] in sys.modules:
@@ -291,11 +292,38 @@ def test_a_wrong_call_of_the_runner_is_an_error_in_words(words: list[str], messa
         main(words)
 
 
-def test_the_record_is_that_of_the_installed_package() -> None:
-    if metadata.version("deepspeed") == "0.19.6":
-        assert deepspeed_names.RECORD.read_text() == deepspeed_names.as_json(
-            deepspeed_names.recorded()
-        )
+def test_the_record_has_every_name_of_the_installed_package() -> None:
+    (init,) = (f for f in metadata.files("deepspeed") or () if str(f) == "deepspeed/__init__.py")
+    found = deepspeed_names.recorded(Path(str(init.locate())).parent)
+    if metadata.version("deepspeed") in ("0.19.6", "0.19.8"):
+        found.pop("deepspeed.git_version_info_installed")  # made by the build
+        assert found.keys() <= names.modules().keys() and len(found) > 700
+        for module, theirs in found.items():
+            entry = names.modules()[module]
+            assert theirs.all_names() <= {*entry.own, *entry.imported}, module
+
+
+def test_a_name_of_either_version_is_recorded_and_the_newer_one_counts() -> None:
+    old = deepspeed_names.Names(False, {"f", "moved"}, {"Gone"}, constants={"A": 1, "B": 2})
+    new = deepspeed_names.Names(True, {"f"}, constants={"A": 3}, imported={"moved": "other:moved"})
+    both = deepspeed_names.merged(old, new)
+    assert both.all_names() == {"f", "moved", "Gone", "A", "B"} and both.is_package
+    assert both.functions == {"f"} and both.classes == {"Gone"}
+    assert both.constants == {"A": 3, "B": 2} and both.imported == {"moved": "other:moved"}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "is_gone"),
+    [
+        ("deepspeed.runtime.zero.mics", "MiCS_Init", True),
+        ("deepspeed.compression.compress", "init_compression", True),
+        ("deepspeed.runtime.pipe.dualpipev", "DualPipeVModule", False),
+        ("deepspeed.sequence.linear_cross_entropy", "", False),
+    ],
+)
+def test_names_that_only_one_version_has_are_here(module: str, name: str, is_gone: bool) -> None:
+    assert names.modules()[module].is_gone == is_gone
+    assert not name or names.origin(module, name) is not None
 
 
 def test_the_page_of_names_is_what_its_command_makes() -> None:
@@ -367,7 +395,8 @@ def test_advice_is_about_names_that_deepspeed_has(name: str) -> None:
 def test_the_command_and_the_metadata_agree_with_the_record() -> None:
     (about,) = alias.FOLDER.glob("*.dist-info/METADATA")
     assert (
-        "Version: 0.19.6\n" in about.read_text()
-        and '"version": "0.19.6"' in deepspeed_names.RECORD.read_text()[:40]
+        "Version: 0.19.8\n" in about.read_text()
+        and '"versions": ["0.19.6", "0.19.8"]' in deepspeed_names.RECORD.read_text()[:40]
+        and fzero.deepspeed.__version__ == git_version_info.version == "0.19.8"
     )
     assert os.access(alias.FOLDER / "bin" / "deepspeed", os.X_OK)

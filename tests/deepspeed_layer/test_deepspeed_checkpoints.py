@@ -5,6 +5,7 @@ from, and DeepSpeed from what fzero wrote.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ import fzero
 from fzero.__main__ import main
 from fzero.checkpoint import dcp_format as checkpoint_format
 from fzero.deepspeed.formats import files, load as deepspeed_checkpoint
+from fzero.deepspeed.formats.flat import MASTER, of_ranks
 from fzero.deepspeed.formats.source import DeepSpeedFiles
 
 BEFORE, AFTER = 4, 4
@@ -76,10 +78,14 @@ NIGHTLY = tuple(
 
 
 class DeepSpeed:
-    """Runs jobs of the real DeepSpeed in processes of their own."""
+    """Runs jobs of the real DeepSpeed in processes of their own: of the installed one, or
+    of the source in a folder.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, source: Path | None = None) -> None:
         self.folder = folder
+        sources = [] if source is None else [str(source)]
+        path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
         server = Path(__file__).parents[1] / "support" / "deepspeed_server.py"
         self._log = (folder / "log").open("w")
         self._process = subprocess.Popen(
@@ -88,6 +94,7 @@ class DeepSpeed:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            env=os.environ | {"PYTHONPATH": path},
         )
         self._written: dict[Job, dict[str, Any]] = {}
 
@@ -208,21 +215,86 @@ keys.
 """
 
 
-@pytest.mark.long
-def test_the_other_ways_of_deepspeed_to_save_are_read_as_well(
-    deepspeed: DeepSpeed, tmp_path: Path
-) -> None:
+Ways = dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]]
+
+
+def check_ways(deepspeed: DeepSpeed, ways: Ways, tmp_path: Path) -> None:
     requests = []
-    for way, (stage, precision, zero, keys) in WAYS.items():
+    for way, (stage, precision, zero, keys) in ways.items():
         job = Job(stage, precision, 2, True)
         cfg = job.config | keys | {"zero_optimization": job.config["zero_optimization"] | zero}
         requests.append(request_of(job, tmp_path / way) | {"config": cfg})
     for (way, (stage, precision, _, keys)), theirs in zip(
-        WAYS.items(), deepspeed.run(2, requests), strict=True
+        ways.items(), deepspeed.run(2, requests), strict=True
     ):
         ranks = ranks_of(Job(stage, precision, 2, True), **keys)
         state = fzero.deepspeed.import_deepspeed(tmp_path / way, step=ranks).state
         assert_close(run(ranks, state, BEFORE, BEFORE + AFTER)[1], theirs["losses"], precision)
+
+
+@pytest.mark.long
+def test_the_other_ways_of_deepspeed_to_save_are_read_as_well(
+    deepspeed: DeepSpeed, tmp_path: Path
+) -> None:
+    check_ways(deepspeed, WAYS, tmp_path)
+
+
+OTHER_VERSIONS: dict[str, Ways] = {
+    "0.18.9": {},
+    "0.19.8": {
+        f"aligned {stage} {precision}": (stage, precision, {"parameter_alignment": True}, {})
+        for stage, precision in ((1, "fp32"), (2, "bf16"))
+    },
+}
+"""Versions beside the installed one, each with ways to save that are its own."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", OTHER_VERSIONS)
+def test_checkpoints_of_other_versions_are_read_and_written(version: str, tmp_path: Path) -> None:
+    words = ["download", f"deepspeed=={version}", "--no-deps", "--no-binary", ":all:"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, *words, "-d", str(tmp_path)], check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    (tmp_path / "jobs").mkdir()
+    deepspeed = DeepSpeed(tmp_path / "jobs", tmp_path / f"deepspeed-{version}")
+    try:
+        for job in (Job(2, "bf16", 2, True), Job(3, "fp16", 2), Job(1, "fp32", 3)):
+            check_goes_on(deepspeed, job)
+        check_ways(deepspeed, WAYS | OTHER_VERSIONS[version], tmp_path)
+        for index, job in enumerate((Job(2, "fp32", 2), Job(3, "bf16", 2))):
+            check_back(deepspeed, job, tmp_path / f"back {index}")
+    finally:
+        deepspeed.close()
+
+
+def test_elements_between_aligned_parameters_are_left_out(tmp_path: Path) -> None:
+    """As DeepSpeed 0.19.8 saves with `parameter_alignment`: `b` begins one later."""
+    values = torch.tensor([1.0, 2.0, 3.0, -1.0, 4.0, 5.0])
+    model = {"param_shapes": [{"a": torch.Size([3]), "b": torch.Size([2])}]}
+    for gaps, fits in (([[0, 1]], True), ([[0, 1, 0]], False)):
+        files_of = {}
+        for rank, shard in enumerate(values.chunk(2)):
+            saved = {
+                "zero_stage": 2,
+                "partition_count": [2],
+                "single_partition_of_fp32_groups": [shard],
+                "base_optimizer_state": {"state": {}, "param_groups": [{"params": [0]}]},
+                "param_alignment_paddings": gaps,
+            }
+            files_of[rank] = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            torch.save({"optimizer_state_dict": saved}, files_of[rank])
+        if not fits:
+            with pytest.raises(fzero.checkpoint.CheckpointError, match="take files of one save"):
+                of_ranks(files_of, model, tmp_path / "mp_rank_00_model_states.pt")
+            continue
+        found = of_ranks(files_of, model, tmp_path / "mp_rank_00_model_states.pt")
+        read = [
+            found.flat(MASTER, rank, 0)[start : start + numel]
+            for _, rank, start, numel in found.places["b"].spans(0, 2)
+        ]
+        assert torch.cat(read).tolist() == [4.0, 5.0]
 
 
 @cache
@@ -398,6 +470,10 @@ BACK = (
 def test_deepspeed_goes_on_from_an_export_with_the_losses_that_fzero_has_itself(
     deepspeed: DeepSpeed, job: Job, tmp_path: Path
 ) -> None:
+    check_back(deepspeed, job, tmp_path)
+
+
+def check_back(deepspeed: DeepSpeed, job: Job, tmp_path: Path) -> None:
     ranks = ranks_of(job, 2, zero_optimization={"stage": 3 if job.stage < 3 else 1})
     middle, _ = run(ranks, ranks.init(make(has_scalar=job.has_scalar).state_dict()), 0, BEFORE)
     fzero.save(middle, tmp_path / "ours", step=ranks, client={"next": BEFORE, "words": ["c"]})

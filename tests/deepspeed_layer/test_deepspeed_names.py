@@ -829,11 +829,15 @@ def _saves(folder: Path) -> dict[str, Tensor]:
 
 def test_checkpoints_become_fp32_state_dicts(ranks: RankPool, tmp_path: Path) -> None:
     expected = ranks(2, _saves, tmp_path)[0]
-    zero_to_fp32 = deepspeed.utils.zero_to_fp32
+    zero_to_fp32, zero_to_torch = deepspeed.utils.zero_to_fp32, deepspeed.utils.zero_to_torch
     found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert found.keys() == expected.keys() and {x.dtype for x in found.values()} == {torch.float32}
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out")
+    zero_to_torch.main([str(tmp_path), str(tmp_path / "narrow"), "--dtype", "bf16"])
+    wide, narrow = (torch.load(tmp_path / x / "pytorch_model.bin") for x in ("out", "narrow"))
+    assert wide.keys() == narrow.keys()
+    assert all(torch.equal(x.bfloat16(), narrow[name]) for name, x in wide.items())
     loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(
         make(Net), tmp_path, tag="global_step1"
     )

@@ -223,6 +223,47 @@ def test_a_buffer_of_another_form_is_refused_by_name(
         getattr(engine, call)(*arguments)
 
 
+class Routed(nn.Module):
+    _keep_in_fp32_modules_strict = ("gate.*bias",)
+    _keep_in_fp32_modules = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.gate = nn.Linear(D, D), nn.Linear(D, D)
+        self.gate.register_buffer("score_bias", torch.linspace(7, 7.01, 4).bfloat16())
+        self.register_buffer("scale", torch.ones(2, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("setting", "precision", "wide"),
+    [
+        ("auto", "bf16", {"gate.score_bias"}),
+        ("auto", "fp16", {"gate.score_bias", "scale"}),
+        ("auto", None, set()),
+        ([], "bf16", set()),
+        (["sc*e"], "bf16", {"scale", "gate.score_bias"}),  # found anywhere in a name
+        (["^scale"], "bf16", {"scale"}),
+    ],
+)
+def test_named_buffers_stay_in_fp32_beside_parameters_of_16_bits(
+    setting: Any, precision: str | None, wide: set[str]
+) -> None:
+    keys: dict[str, Any] = {} if precision is None else {precision: {"enabled": True}}
+    keys |= {"train_batch_size": 1, "data_types": {"keep_in_fp32_modules": setting}}
+    model = Routed()
+    values = {name: x.float() for name, x in model.named_buffers()}
+    engine = fzero.initialize(model=model, config={**keys, "optimizer": {"type": "AdamW"}})[0]
+    found = dict(engine.module.named_buffers())
+    assert {name for name, x in found.items() if x.dtype == torch.float32} == wide
+    assert all(torch.equal(x.float(), values[name]) for name, x in found.items())
+
+
+def test_buffers_that_stay_in_fp32_exclude_one_dtype_for_all() -> None:
+    both = {"keep_in_fp32_modules": ["scale"], "buffer_dtype": "bfloat16"}
+    with pytest.raises(fzero.ConfigError, match="keep_in_fp32_modules excludes buffer_dtype"):
+        fzero.Config.load({"data_types": both})
+
+
 def test_a_loaded_buffer_must_have_its_own_shape() -> None:
     engine: Any = fzero.initialize(model=Net(), config={"optimizer": {"type": "SGD"}})[0]
     wrong = {"norm.running_mean": torch.ones(1)}

@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, str] = {
     "integrations": "deepspeed",
     "tuning": f"fzero {STEP} estimation profiling launch cli",
     "launch": "common comms config",
-    "cli": f"fzero {STEP} estimation profiling digests testing",
+    "cli": f"fzero {STEP} estimation profiling digests testing sequence",
     "testing": f"fzero {STEP} resharding checkpoint deepspeed",
     "fzero": "*",
     "__main__": "*",
@@ -382,7 +382,7 @@ def test_a_built_wheel_imports_every_room(tmp_path: Path) -> None:
     )
     program = f"""
 import importlib, sys, zipfile
-alias = ("names.json", "ops/adam/cpu_adam.pyi", "alias_path/bin/deepspeed", "alias_path/deepspeed-0.19.6.dist-info/METADATA")
+alias = ("names.json", "ops/adam/cpu_adam.pyi", "alias_path/bin/deepspeed", "alias_path/deepspeed-0.19.8.dist-info/METADATA")
 assert {{f"fzero/deepspeed/{{name}}" for name in alias}} <= {{*zipfile.ZipFile({str(wheel)!r}).namelist()}}
 sys.path.insert(0, {str(wheel)!r})
 assert all(importlib.import_module(room).__file__.startswith({str(wheel)!r}) for room in {rooms})

@@ -1,24 +1,28 @@
-"""Records the names of the installed DeepSpeed in fzero/deepspeed/names.json:
-`python tests/support/deepspeed_names.py`.
+"""Records the names of DeepSpeed in fzero/deepspeed/names.json:
+`python tests/support/deepspeed_names.py OLD NEW`.
 
-The record is read from DeepSpeed's source with `ast`, so none of its modules is
-imported. Per module it has the functions, classes, exceptions, values, constants with
-their literal values, and the names imported from other modules of DeepSpeed.
+OLD and NEW are the unpacked sources of two versions (`pip download --no-deps`). The
+record has the names of both: what NEW has, and what only OLD has, since scripts of both
+run here. Of a name in both it says what NEW says. It is read with `ast`, so no module
+of DeepSpeed is imported. Per module it has the functions, classes, exceptions, values,
+constants with their literal values, and the names imported from other modules of
+DeepSpeed.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "fzero" / "deepspeed" / "names.json"
+KINDS = ("functions", "classes", "errors", "values")
 
 
 @dataclass
@@ -177,13 +181,8 @@ def add_imports(names: Names, node: ast.ImportFrom, module: str, known: dict[str
         names.imported[name] = inner if inner in known else f"{source}:{alias.name}"
 
 
-def recorded() -> dict[str, Names]:
-    """The names of every module of the installed DeepSpeed."""
-    (package,) = {
-        Path(str(f.locate())).parent
-        for f in metadata.files("deepspeed") or ()
-        if str(f) == "deepspeed/__init__.py"
-    }
+def recorded(package: Path) -> dict[str, Names]:
+    """The names of every module of a DeepSpeed, from its folder `deepspeed`."""
     known = source_of(package)
     found = {module: read(module, path, known) for module, path in known.items()}
     # its __init__ makes a name of every builder
@@ -201,8 +200,33 @@ def recorded() -> dict[str, Names]:
     return found
 
 
-def as_json(found: dict[str, Names]) -> str:
-    """The record, with one line per module."""
+def merged(old: Names, new: Names) -> Names:
+    """The names of both; of a name in both what `new` says."""
+    older = Names(new.is_package, constants=dict(old.constants), imported=dict(old.imported))
+    for kind in KINDS:
+        getattr(older, kind).update(getattr(old, kind))
+    for name in new.all_names():
+        older.forget(name)
+    return Names(
+        new.is_package,
+        *(getattr(older, kind) | getattr(new, kind) for kind in KINDS),
+        older.constants | new.constants,
+        old.attributes | new.attributes,
+        older.imported | new.imported,
+        [*new.stars, *old.stars],
+        None
+        if None in (old.exported, new.exported)
+        else {*(old.exported or ()), *(new.exported or ())},
+    )
+
+
+def as_json(found: dict[str, Names], versions: list[str], gone: set[str]) -> str:
+    """The record, with one line per module.
+
+    Args:
+        versions: of DeepSpeed, the newest last.
+        gone: the modules that the newest lacks.
+    """
     lines = []
     for module, names in sorted(found.items()):
         sources = defaultdict(list)
@@ -213,24 +237,39 @@ def as_json(found: dict[str, Names]) -> str:
             )
             if not original:
                 sources[module_of][-1] = f":{name}"
-        kinds = {
-            kind: " ".join(sorted(getattr(names, kind)))
-            for kind in ("functions", "classes", "errors", "values")
-        }
+        kinds = {kind: " ".join(sorted(getattr(names, kind))) for kind in KINDS}
         imported = {source: " ".join(given) for source, given in sorted(sources.items())}
         of_classes, constants = (
             dict(sorted(names.attributes.items())),
             dict(sorted(names.constants.items())),
         )
         entry = {**kinds, "attributes": of_classes, "constants": constants, "imported": imported}
-        kept: dict[str, Any] = {"is_package": True} if names.is_package else {}
+        kept: dict[str, Any] = {"is_gone": True} if module in gone else {}
+        kept |= {"is_package": True} if names.is_package else {}
         kept |= {"stars": " ".join(dict.fromkeys(names.stars))} if names.stars else {}
         kept |= {"exported": " ".join(sorted(names.exported))} if names.exported is not None else {}
         kept |= {kind: value for kind, value in entry.items() if value}
         lines.append(f"{json.dumps(module)}: {json.dumps(kept)}")
-    version = json.dumps({"version": metadata.version("deepspeed")})[1:-1]
-    return "{" + version + ', "modules": {\n' + ",\n".join(lines) + "\n}}\n"
+    head = json.dumps({"versions": versions})[1:-1]
+    return "{" + head + ', "modules": {\n' + ",\n".join(lines) + "\n}}\n"
+
+
+def version_of(source: Path) -> str:
+    """The version of an unpacked source."""
+    return (source / "version.txt").read_text().strip()
+
+
+def record(sources: list[Path]) -> str:
+    """The record of the names of two versions, the older one first."""
+    old, new = (recorded(source / "deepspeed") for source in sources)
+    both = {
+        module: merged(old[module], new[module])
+        if module in old and module in new
+        else (new.get(module) or old[module])
+        for module in {*old, *new}
+    }
+    return as_json(both, [*map(version_of, sources)], {*old} - {*new})
 
 
 if __name__ == "__main__":
-    RECORD.write_text(as_json(recorded()))
+    RECORD.write_text(record([*map(Path, sys.argv[1:])]))

@@ -24,14 +24,14 @@ WIDE = ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero")
 
 HEAD = """# DeepSpeed's names
 
-Every public name of DeepSpeed 0.19.6, and what it is here in a process started with `fzero run --as-deepspeed`
+Every public name of DeepSpeed 0.19.6 and 0.19.8, and what it is here in a process started with `fzero run --as-deepspeed`
 ([deepspeed.md](deepspeed.md#no-line-changed)). `python tests/support/deepspeed_page.py` makes this page from fzero's modules and
-the names that `python tests/support/deepspeed_names.py` records of an installed DeepSpeed.
+the names that `python tests/support/deepspeed_names.py` records of the two versions. † marks modules that 0.19.8 has no more.
 
 - **same**: the name works, and can be called as DeepSpeed's; [deepspeed.md](deepspeed.md) says where it differs. Constants have
   DeepSpeed's values.
 - **in part**: the name works, but not in everything: the last table has each difference of a signature, a default, a base, a
-  public method, a field or a member. `python tests/support/deepspeed_shape.py` finds them in an installed DeepSpeed; a name
+  public method, a field or a member of 0.19.6. `python tests/support/deepspeed_shape.py` finds them in an installed one; a name
   without any is **same**.
 - **no effect**: it can be called, and fzero does not need it.
 - **an error**: it can be imported, but raises when it is called, instantiated or read, with what to do instead.
@@ -179,7 +179,7 @@ def row_of(module: str, kinds: dict[str, list[str]]) -> str:
         quoted(kinds["an error"]),
     )
     return (
-        f"| `{module.partition('.')[2] or 'deepspeed'}` | "
+        f"| `{module.partition('.')[2] or 'deepspeed'}`{'†' if names.modules()[module].is_gone else ''} | "
         f"{' | '.join(cell or '–' for cell in cells)} |"
     )
 

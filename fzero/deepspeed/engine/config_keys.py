@@ -24,6 +24,7 @@ from fzero.config.fields import (
 )
 from fzero.config.files import read as read_file
 from fzero.config.unknown_keys import without_unknown
+from fzero.deepspeed.engine.sequences import without_keys
 
 
 class Monitor(Block):
@@ -271,6 +272,7 @@ def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, Engin
     if isinstance(source, str | Path):
         source = read_file(source)
     if isinstance(source, Mapping):
+        source, _ = without_keys(source)
         source, lines = without_unknown(_without_param_offload(source))
         for line in lines:
             warnings.warn(f"{line} (ignored, as in DeepSpeed)", ConfigWarning, stacklevel=3)

@@ -24,6 +24,7 @@ from fzero.config.deepspeed_models import (
 )
 from fzero.config.files import read as read_file
 from fzero.deepspeed.engine.config_keys import read
+from fzero.deepspeed.engine.sequences import KEYS, without_keys
 from fzero.deepspeed.engine.settings_table import CONSTANT, GIVEN, look_up
 from sharding.views import torch_dtype
 
@@ -186,7 +187,9 @@ class DeepSpeedConfig:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if engine is not None else "default", ConfigWarning)
             self.cfg, self.keys = read(self._param_dict)
-        self.global_rank, self.world_size = job().rank, job().size
+        # each group that shares sequences has whole batches
+        num_sharing = without_keys(self._param_dict)[1].get(KEYS[0], 1)
+        self.global_rank, self.world_size = job().rank, job().size // num_sharing
         if mesh_device is not None:
             self.world_size = mesh_device.get_group(mesh_dim="data_parallel").size()
         if mpu is not None:

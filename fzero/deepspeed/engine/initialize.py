@@ -31,6 +31,7 @@ from fzero.deepspeed.engine.dataloader import ResumableLoader, check_indexed
 from fzero.deepspeed.engine.divided_params import check_not_foreign, taken_over
 from fzero.deepspeed.engine.division_rules import check_mpu, own_device
 from fzero.deepspeed.engine.engine import Engine
+from fzero.deepspeed.engine.fp32_buffers import keep_buffers_in_fp32, keep_in_fp32_pattern
 from fzero.deepspeed.engine.optimizer import ConfiguredScheduler, make_optimizer
 from fzero.deepspeed.engine.pipeline_engine import PipelineEngine, prepare
 from fzero.model.model_check import listed
@@ -41,6 +42,7 @@ from fzero.runtime.step_spec import StepSpec, bind, check_same
 from fzero.step import TrainStep
 from fzero.transforms.configured import configured
 from sharding import Mesh
+from sharding.views import torch_dtype
 
 Source = Mapping[str, Any] | str | os.PathLike[str] | Config
 
@@ -92,7 +94,8 @@ def initialize(
         dist_init_required: False raises where the process group is not initialised yet.
         collate_fn: the collate function of the loader.
         config, config_params: a mapping in DeepSpeed's schema, the path of a file, a
-            base64 string, or a `Config`.
+            base64 string, or a `Config`. The keys `sequence_parallel_size` and
+            `data_parallel_size` are a `mesh_param`.
         mesh_param: (data-parallel ranks, ranks that share a sequence).
         units, schedule, checkpoint, seed: as for `make_train_step`; fzero's own.
 
@@ -112,6 +115,7 @@ def initialize(
     assert isinstance(model, nn.Module)
     check_no_inference("initialize")
     _check_makers(optimizer, lr_scheduler)
+    _, shared = sequences.without_keys(source)
     cfg, keys = engine_keys.read(source)
     trains = optimizer is not None or "optimizer" in cfg.model_fields_set
     prepare(model, keys, mpu)
@@ -133,8 +137,9 @@ def initialize(
             warnings.warn(both, ConfigWarning, stacklevel=2)
             cfg = cfg.model_copy(update={"scheduler": None})
         cfg.warn_of_no_effect(model)
+        _keep_in_fp32(model, cfg)
         how: dict[str, Any] = {"units": units, "schedule": schedule, "seed": seed}
-        seq_size = sequences.check_asked(mpu, mesh_param)
+        seq_size = sequences.check_asked(mpu, mesh_param, shared)
         step = _step(model, cfg, groups, checkpoint=checkpoint, seq_size=seq_size, **how)
         check_same(step.runtime.world, {"configuration": compared(keys)})
         check_mpu(mpu, step.world_size // seq_size)
@@ -160,6 +165,17 @@ def initialize(
     if keys.dump_state or keys.memory_breakdown:
         engine.log_line(str(engine.train_step.plan))
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _keep_in_fp32(model: nn.Module, cfg: Config) -> None:
+    """Makes the module buffers fp32 that `data_types.keep_in_fp32_modules` names."""
+    dtype = cfg.precision.param_dtype
+    names, of_params = (
+        cfg.data_types.keep_in_fp32_modules,
+        None if dtype is None else torch_dtype(dtype),
+    )
+    if (pattern := keep_in_fp32_pattern(model, names, of_params)) is not None:
+        keep_buffers_in_fp32(model, pattern)
 
 
 def _scheduler(

@@ -18,7 +18,7 @@ from torch import nn
 
 from fzero.model.binding import fill_flat_weights, is_bound
 from fzero.model.own_params import untraced
-from fzero.runtime.eager import saving
+from fzero.runtime.saving import saving
 
 if TYPE_CHECKING:
     from fzero.deepspeed.engine.engine import Engine

@@ -4,7 +4,7 @@ DeepSpeed that ask before there is an engine (`fzero.sequence`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,14 +113,48 @@ def end() -> None:
     NOW.axis, NOW.transform = None, OwnExchange()
 
 
-def check_asked(mpu: Any, mesh_param: Sequence[int] | None) -> int:
-    """The number of ranks that share samples in an engine, as `initialize` is asked.
+KEYS = ("sequence_parallel_size", "data_parallel_size")
+"""The keys of a configuration by which an engine is asked for shared samples."""
+
+
+def without_keys(source: Any) -> tuple[Any, dict[str, int]]:
+    """A configuration without `KEYS`, and those that it has.
 
     Raises:
-        ConfigError: `mpu` and `mesh_param` differ, or do not fit the ranks.
+        ConfigError: one of them is no positive integer.
     """
+    if not isinstance(source, Mapping):
+        return source, {}
+    given = {key: source[key] for key in KEYS if source.get(key) not in (None, "auto")}
+    for key, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(
+                f"{key}: must be a number of ranks, at least 1, got {value!r}; pass 2, say"
+            )
+    return {key: value for key, value in source.items() if key not in KEYS}, given
+
+
+def check_asked(
+    mpu: Any, mesh_param: Sequence[int] | None, keys: Mapping[str, int] | None = None
+) -> int:
+    """The number of ranks that share samples in an engine, as `initialize` is asked.
+
+    Args:
+        keys: those of the configuration (`without_keys`).
+
+    Raises:
+        ConfigError: `mpu`, `mesh_param` and `keys` differ, or do not fit the ranks.
+    """
+    keys = keys or {}
     ask = getattr(mpu, "get_sequence_parallel_world_size", None)
-    asked = {int(x) for x in (None if ask is None else ask(), *(mesh_param or (1, 1))[1:]) if x}
+    named = (keys.get(KEYS[0]), None if ask is None else ask(), *(mesh_param or (1, 1))[1:])
+    asked = {int(x) for x in named if x}
+    num_data = keys.get(KEYS[1])
+    if num_data is not None and num_data * max(asked) != job().size:
+        raise ConfigError(
+            f"{KEYS[1]}: must be the {job().size} ranks of the job, divided by the {max(asked)} "
+            f"that share a sequence, got {num_data}; leave it out"
+        )
     if mesh_param is not None and mesh_param[0] * mesh_param[1] != job().size:
         raise ConfigError(
             f"mesh_param: must be (data-parallel ranks, ranks that share a sequence), whose "
@@ -129,8 +163,8 @@ def check_asked(mpu: Any, mesh_param: Sequence[int] | None) -> int:
     sizes = asked - {1} or {1}
     if len(sizes) > 1:
         raise ConfigError(
-            f"mesh_param: must share sequences among as many ranks as mpu, got {sorted(sizes)}; "
-            f"leave one of them out"
+            f"mesh_param: must share sequences among as many ranks as mpu and the key {KEYS[0]!r}, "
+            f"got {sorted(sizes)}; leave one of them out"
         )
     size = sizes.pop()
     if size != NOW.size:

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.zero_to_fp32`: the full fp32 weights of a checkpoint, an engine's or
+"""`deepspeed.utils.zero_to_fp32`: the full weights of a checkpoint, an engine's or
 DeepSpeed's, in a single process.
 """
 
@@ -22,6 +22,15 @@ from fzero.checkpoint.loading import opened
 from fzero.common.optional import package
 from fzero.deepspeed.formats.files import is_deepspeeds
 from fzero.deepspeed.formats.load import convert_deepspeed
+
+OUTPUT_DTYPE_NAMES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -119,21 +128,49 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
+    """`convert_zero_checkpoint_to_state_dict` with fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir,
+        output_dir,
+        torch.float32,
+        max_shard_size,
+        safe_serialization,
+        tag,
+        exclude_frozen_parameters,
+    )
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
     """Writes the weights as transformers reads them: `pytorch_model.bin`, or
     `model.safetensors` with `safe_serialization`.
 
     More bytes than `max_shard_size` ("5GB", "200MB"; None is one file) become several
     files with an index. `fzero export` does that with one tensor in memory at a time.
+
+    Args:
+        dtype: of floating tensors, also by its name ("bf16", "float16", …).
     """
+    dtype = _dtype_of(dtype)
     if safe_serialization:
         package(
             "safetensors",
             needed_by="safe_serialization=True",
             instead="pass False, or use fzero export",
         )
-    weights = get_fp32_state_dict_from_zero_checkpoint(
-        checkpoint_dir, tag, exclude_frozen_parameters
-    )
+    weights = {
+        name: x.to(dtype) if x.is_floating_point() else x
+        for name, x in get_fp32_state_dict_from_zero_checkpoint(
+            checkpoint_dir, tag, exclude_frozen_parameters
+        ).items()
+    }
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
@@ -151,6 +188,20 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         "weight_map": places,
     }
     (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index_of, indent=2))
+
+
+def _dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype of that name.
+
+    >>> _dtype_of("torch.bfloat16"), _dtype_of(torch.float16)
+    (torch.bfloat16, torch.float16)
+    """
+    found = OUTPUT_DTYPE_NAMES.get(str(dtype).removeprefix("torch.").lower())
+    if found is None:
+        raise ValueError(
+            f"dtype: must be one of {', '.join(sorted(OUTPUT_DTYPE_NAMES))}, got {dtype!r}; choose one"
+        )
+    return found
 
 
 def _shards(weights: dict[str, Tensor], most: int | None) -> list[dict[str, Tensor]]:
@@ -201,13 +252,8 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """The program `zero_to_fp32.py` of a folder of checkpoints, with DeepSpeed's
-    arguments.
-    """
-    parser = argparse.ArgumentParser(
-        prog="zero_to_fp32.py", description="Writes the fp32 weights of a checkpoint."
-    )
+def arguments_of(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> dict[str, Any]:
+    """The arguments of a program that converts a checkpoint, by name."""
     parser.add_argument("checkpoint_dir", help="the folder that was given to save_checkpoint")
     parser.add_argument("output_dir", help="the folder of the weights, which is made")
     parser.add_argument("--max_shard_size", default="5GB", help="the size of the largest file")
@@ -217,7 +263,17 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
     given = vars(parser.parse_args(args))
     given.pop("debug")
-    convert_zero_checkpoint_to_fp32_state_dict(**given)
+    return given
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The program `zero_to_fp32.py` of a folder of checkpoints, with DeepSpeed's
+    arguments.
+    """
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py", description="Writes the fp32 weights of a checkpoint."
+    )
+    convert_zero_checkpoint_to_fp32_state_dict(**arguments_of(parser, args))
 
 
 if __name__ == "__main__":

@@ -937,7 +937,7 @@ class InnerStepOfAHeldWeight(Odd):
         return self.outlet(F.linear(x, weight - 0.1 * grad))
 
 
-@odd(refused="torch.func.grad", refused_in=(3,))
+@odd()
 class GradOfFunctions(Odd):
     def odd(self, x: Tensor) -> Tensor:
         return x + torch.func.vmap(torch.func.grad(lambda row: self.outlet(row).square().sum()))(x)

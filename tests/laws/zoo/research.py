@@ -353,7 +353,7 @@ class BufferData(Odd):
         return x - self.mean
 
 
-@odd(refused="torch.func.grad", refused_in=(3,))
+@odd()
 class PerSampleGrads(Odd):
     def odd(self, x: Tensor) -> Tensor:
         params = dict(self.inlet.named_parameters())

@@ -21,7 +21,7 @@ class RolloutConfig:
 @dataclass
 class SamplingConfig:
     """How tokens are drawn: a temperature of 0 takes the likeliest, `top_k` -1 takes
-    all.
+    all. `continuous_batch_size` has no effect: all prompts are answered at once.
     """
 
     max_new_tokens: int
@@ -29,6 +29,7 @@ class SamplingConfig:
     top_p: float = 1.0
     top_k: int = -1
     n_samples_per_prompt: int = 1
+    continuous_batch_size: int | None = None
 
 
 @dataclass

@@ -81,7 +81,7 @@ class UlyssesSPAttentionHF:
                 f"sequence_parallel_size: must divide the {num_heads} heads of attention, got "
                 f"{sequence_parallel_size}; take a size that does"
             )
-        transform = Ulysses(1, {}, frozenset(), False, True, (), in_eval=not disable_in_eval)
+        transform = Ulysses(splits=False, may_count=True, in_eval=not disable_in_eval)
         sequences.divide(sequence_parallel_size, transform)
         from fzero.deepspeed.runtime.sequence_parallel import parallel_state_sp
 
