@@ -96,9 +96,9 @@ else:
             "tiling.tiles": "tiled",
             "tiling.transforms": "tiled_head tiled_mlp",
             "verbs": "gather optimizer_update reduce_scatter_grads shard specs_of",
-            "": "checkpoint comms common config deepspeed digests engine estimation generation graph "
+            "": "checkpoint comms common config curvature deepspeed digests engine estimation generation graph "
             "integrations launch optim "
-            "plans profiling resharding runtime sequence simulation state step storage testing tiling tuning verbs",
+            "per_sample plans profiling resharding runtime sequence simulation state step storage testing tiling tuning verbs",
         },
     )
 

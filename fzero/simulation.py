@@ -305,6 +305,46 @@ class LockstepRanks:
             state,
         )
 
+    def hvp(
+        self, state: TrainState[Tensor], batch: Any, vector: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The Hessian's product with a vector, as `TrainStep.hvp`, all stacked; the ranks
+        run in lockstep.
+        """
+        return self._product(TrainStep.hvp, state, batch, vector)
+
+    def gnvp(
+        self,
+        state: TrainState[Tensor],
+        batch: Any,
+        vector: Mapping[str, Tensor],
+        *,
+        outputs: Callable[[Any, Any], Tensor],
+        loss: Callable[[Tensor, Any], Any],
+    ) -> dict[str, Tensor]:
+        """The Gauss–Newton matrix' product, as `TrainStep.gnvp`; see `hvp`."""
+        of = partial(TrainStep.gnvp, outputs=outputs, loss=loss)
+        return self._product(of, state, batch, vector)
+
+    def _product(
+        self,
+        product: Callable[..., dict[str, Tensor]],
+        state: TrainState[Tensor],
+        batch: Any,
+        vector: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        given = [
+            *zip(
+                self.steps,
+                self.states_of(state),
+                self.batches_of(batch),
+                unstacked(vector, self.world_size),
+                strict=True,
+            )
+        ]
+        found: dict[str, Tensor] = stacked(self.on_each(lambda rank: product(*given[rank])))
+        return found
+
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
         """The first parameter whose gradient is not finite, as
         `TrainStep.first_overflow`.

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from fzero import graph, parallelism
+from fzero import curvature, graph, parallelism
 from fzero.common.arguments import check_callable
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
@@ -37,7 +37,7 @@ from fzero.plans.hook_choice import GivenHook
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
-from fzero.plans.plan_spec import starts_of
+from fzero.plans.plan_spec import starts_after
 from fzero.plans.unit_orders import EventOrder
 from fzero.runtime import inspection, phases
 from fzero.runtime.batches import LossFn
@@ -55,6 +55,7 @@ from sharding import Mesh
 __all__ = ["AccumulationWindow", "TrainStep", "make_train_step"]
 
 if TYPE_CHECKING:
+    from fzero.curvature.vectors import Vector
     from fzero.graph.captured import Captured
     from fzero.graph.program import GraphProgram
     from fzero.model.transforms import Choice, ModelTransform
@@ -177,21 +178,6 @@ def make_train_step(
     axis = mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, spec.device)
     with unchanged_if_raised(model):  # transforms add to it, and a later part may raise
         return TrainStep(spec, axis)
-
-
-def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict[str, int]:
-    """The update at which each parameter's optimizer state begins, if training
-    continues from a step or a checkpoint.
-    """
-    if not isinstance(after, TrainStep | Mapping):
-        raise ValueError(
-            f"make_train_step: after must be a step of make_train_step, or "
-            f"fzero.checkpoint.starts(folder) of a checkpoint, got {type(after).__name__}; pass "
-            f"the one whose state is loaded or resharded"
-        )
-    known = starts_of(after.plan) if isinstance(after, TrainStep) else after
-    new = 1 + max(known.values(), default=-1)
-    return {name: known.get(name, new) for name, _ in model.named_parameters()}
 
 
 class TrainStep:
@@ -470,6 +456,31 @@ class TrainStep:
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
         return inspection.inspect(self.runtime, state, function, run)
+
+    def hvp(self, state: State, batch: Any, vector: Vector) -> dict[str, Tensor]:
+        """The product of the Hessian of the loss with a vector (docs/concepts/curvature.md).
+
+        Vectors are flat buffers, as `fzero.curvature.space(step)` makes them.
+
+        *Collective:* every rank; sends what a gradient does, and the vector in full.
+        """
+        return curvature.products.hvp(self.runtime, state, batch, vector)
+
+    def gnvp(
+        self,
+        state: State,
+        batch: Any,
+        vector: Vector,
+        *,
+        outputs: Callable[[Any, Any], Tensor],
+        loss: Callable[[Tensor, Any], Any],
+    ) -> dict[str, Tensor]:
+        """As `hvp`, with the Gauss–Newton matrix of the loss
+        `loss(outputs(model, batch), batch)`.
+        """
+        return curvature.products.gnvp(
+            self.runtime, state, batch, vector, outputs=outputs, loss=loss
+        )
 
     def first_overflow(self, state: State) -> str | None:
         """The name of the first parameter, in order of declaration, whose gradient is

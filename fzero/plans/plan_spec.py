@@ -232,6 +232,22 @@ def starts_of(plan: Plan) -> dict[str, int]:
     return {name: b.start for b in plan.flat_buffers if b.trainable for name in b.layout.names}
 
 
+def starts_after(after: Any, model: nn.Module) -> dict[str, int]:
+    """The update at which each parameter's optimizer state begins, if training
+    continues from a step or a checkpoint (`make_train_step`'s `after`).
+    """
+    plan = getattr(after, "plan", None)
+    if not isinstance(after, Mapping) and not isinstance(plan, Plan):
+        raise ValueError(
+            f"make_train_step: after must be a step of make_train_step, or "
+            f"fzero.checkpoint.starts(folder) of a checkpoint, got {type(after).__name__}; pass "
+            f"the one whose state is loaded or resharded"
+        )
+    known = starts_of(plan) if isinstance(plan, Plan) else after
+    new = 1 + max(known.values(), default=-1)
+    return {name: known.get(name, new) for name, _ in model.named_parameters()}
+
+
 def _check_alike(mesh: Mesh | None) -> None:
     for name in () if mesh is None else mesh.names:
         if name in PARTS_OF_MODEL:

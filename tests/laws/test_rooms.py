@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 CORE = "sharding common comms optim data config compression plans"
 STEP = (
-    f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step "
+    f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism curvature step "
     f"simulation"
 )
 MAY_IMPORT: dict[str, str] = {
@@ -45,8 +45,9 @@ MAY_IMPORT: dict[str, str] = {
     "sequence": "sharding common comms config model",
     "tiling": "sharding common model plans transforms",
     "graph": f"{CORE} state verbs storage model runtime",
+    "curvature": "sharding common comms plans storage verbs state model runtime",
     "parallelism": f"{CORE} runtime pipeline graph estimation",
-    "step": f"{CORE} state verbs storage model runtime graph transforms parallelism",
+    "step": f"{CORE} state verbs storage model runtime graph transforms parallelism curvature",
     "simulation": (
         f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step"
     ),
@@ -56,6 +57,7 @@ MAY_IMPORT: dict[str, str] = {
     "checkpoint": f"{STEP} resharding",
     "digests": f"{STEP} resharding checkpoint",
     "generation": f"{STEP} resharding",
+    "per_sample": STEP,
     "profiling": f"{STEP} resharding estimation",
     "deepspeed": (
         f"fzero {STEP} resharding estimation checkpoint profiling generation attention sequence "
