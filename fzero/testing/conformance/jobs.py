@@ -131,8 +131,8 @@ def memory_returns(lab: Lab) -> None:
 
 
 def dies_on_the_last_rank(model: nn.Module, batch: Tensor) -> Tensor:
-    """Ends the process where the batch says so."""
-    if batch[0, 0] > 1e6:
+    """Ends the process at a batch of one row."""
+    if len(batch) == 1:
         os._exit(9)
     y: Tensor = model(batch)
     return y.square().mean()
@@ -146,8 +146,7 @@ def dies_on_the_last_rank(model: nn.Module, batch: Tensor) -> Tensor:
 )
 def a_rank_that_dies_is_named(lab: Lab) -> None:
     trainer = lab.trained(replace(SGD, loss=dies_on_the_last_rank), range(2))
-    batches = lab.batches(2)
-    batches[-1][-1][0, 0] = 1e7
+    batches = [*lab.batches(2)[:-1], lab.batches(2, rows=1)[-1]]
     try:
         trainer.step(batches)
         trainer.step(lab.batches(3))  # a system may notice in the next collective

@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
     Attributes:
         note: says what was found, in the first of the stages.
-        stages: those with this mark.
+        stages: those with this mark; none, if they are not known.
     """
 
     system: str
@@ -54,6 +54,8 @@ class Result(NamedTuple):
     @property
     def where(self) -> str:
         """The stages with this mark, in words."""
+        if not self.stages:
+            return "in some stage"
         return f"stage{'s' * (len(self.stages) > 1)} {', '.join(map(str, self.stages))}"
 
 

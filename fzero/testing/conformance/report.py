@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from fzero.testing.conformance.laws import Law
@@ -32,6 +33,10 @@ fzero, or the command that does; tests run both, so that it stays true. An error
 rank raises it, whatever it says.
 
 These laws are about results on CPUs in small models. They say nothing about speed, about GPUs, or about what no law asks.
+
+Two systems have no column. Megatron-FSDP 0.6.1 asks for a CUDA device when it is made, also with `device="cpu"`. SimpleFSDP
+(torchtitan 0.3.0) asks for a nightly build of PyTorch; its adapter is `--system simple-fsdp`. In stage 3 of DeepSpeed on
+CPUs single runs of a law go another way. The results were collected by several calls (`--results`).
 """
 
 
@@ -41,7 +46,7 @@ def shown(results: Sequence[Result], num_ranks: int) -> RenderableType:
     parts: list[RenderableType] = [table]
     for result in results:
         where = f"{result.where}: " if result.is_bad else ""
-        table.add_row(result.law, result.system, SIGNS[result.mark], where + result.note)
+        table.add_row(result.law, result.system, SIGNS[result.mark], escape(where + result.note))
         if result.mark == "wrong":
             parts += ["", reproducer(result, num_ranks)]
     sums = [
@@ -82,7 +87,7 @@ def page(
 
 def _cell(system: System, result: Result) -> str:
     """The sign; with the stages, where there are others."""
-    is_whole = not result.is_bad or len(result.stages) == len(system.stages)
+    is_whole = not result.is_bad or len(result.stages) in (0, len(system.stages))
     stages = "" if is_whole else f" {', '.join(map(str, result.stages))}"
     return SIGNS[result.mark] + stages
 
