@@ -33,7 +33,7 @@ from fzero.optim.transforms import same_bits
 from fzero.pipeline import PipelineModule
 from fzero.resharding.place import copied
 from fzero.runtime import gathers, reductions
-from fzero.storage.file_tensor import FileTensor, in_memory
+from fzero.storage.file_tensor import FileTensor, handles_of, in_memory
 from sharding import Mesh
 
 WIDTH, NUM_BLOCKS = 8, 3
@@ -428,12 +428,12 @@ def _finds_a_flip_in_a_file(folder: Path, run: int, is_given: bool) -> tuple[Any
     def end(*args: Any) -> Any:
         new, metrics = plain_end(*args)
         if flips():
-            changes(optree.tree_leaves(new.optimizer[key])[0])
+            changes(handles_of(new.optimizer[key])[0])
         return new, metrics
 
     def watched(step: Any, state: Any, batch: Any) -> Any:
         if flips():
-            changes(state.params[key])
+            changes(handles_of(state.optimizer[key])[0])
         return plain_step(step, state, batch)
 
     where = (replaying, "watched_step", watched) if is_given else (watching, "end", end)
