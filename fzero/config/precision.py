@@ -141,7 +141,7 @@ class DataTypes(Block):
         names = self.keep_in_fp32_modules
         if names not in ("auto", ()) and self.buffer_dtype not in (None, "float32"):
             raise ValueError(
-                f"keep_in_fp32_modules: excludes buffer_dtype, the dtype of all module buffers, got "
+                f"keep_in_fp32_modules excludes buffer_dtype, the dtype of all module buffers, got "
                 f"{[*names]} beside {self.buffer_dtype!r}; leave buffer_dtype out, and buffers keep "
                 f"their dtype"
             )
