@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engines import assert_close, mine, settings
-from ranks import RankError, RankPool
+from ranks import RankPool
 from torch import Tensor, nn
 from training import make
 
