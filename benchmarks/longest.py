@@ -130,8 +130,10 @@ def longest(args: argparse.Namespace, row: Row) -> tuple[int, int]:
     """
     most, low, high = args.memory * 1e9, STEP, 2 * STEP
     low_peak, high_peak = planned(args, row, low), planned(args, row, high)
+    if low_peak > most:
+        raise SystemExit(f"{STEP} tokens must fit into --memory, and take {low_peak / 1e9:.2f} GB")
     while True:
-        slope = (high_peak - low_peak) / (high - low)
+        slope = max((high_peak - low_peak) / (high - low), 1.0)  # flat where weights decide
         guess = max(int((most - low_peak) / slope + low) // STEP, 1) * STEP
         guess = min(guess, 8 * high)
         peak = planned(args, row, guess)
