@@ -300,9 +300,7 @@ def _with_penalty(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_penalty_of_gradients_trains_in_every_stage(
-    ranks: RankPool, stage: int
-) -> None:
+def test_a_penalty_of_gradients_trains_in_every_stage(ranks: RankPool, stage: int) -> None:
     plain = make(_generator)
     own = _adamw(plain)
     for index in range(NUM_STEPS):
