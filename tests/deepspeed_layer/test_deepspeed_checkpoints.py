@@ -270,10 +270,10 @@ def test_checkpoints_of_other_versions_are_read_and_written(version: str, tmp_pa
 
 
 def test_elements_between_aligned_parameters_are_left_out(tmp_path: Path) -> None:
-    """As DeepSpeed 0.19.8 saves with `parameter_alignment`: `b` begins one later."""
+    """As DeepSpeed 0.19.8 saves with `parameter_alignment`: one element lies between."""
     values = torch.tensor([1.0, 2.0, 3.0, -1.0, 4.0, 5.0])
     model = {"param_shapes": [{"a": torch.Size([3]), "b": torch.Size([2])}]}
-    for gaps, fits in (([[0, 1]], True), ([[0, 1, 0]], False)):
+    for gaps, fits in (([[1, 0]], True), ([[1, 0, 0]], False)):
         files_of = {}
         for rank, shard in enumerate(values.chunk(2)):
             saved = {

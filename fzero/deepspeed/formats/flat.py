@@ -134,16 +134,16 @@ def places_in_turn(
     elements.
 
     Args:
-        gaps: the elements before each parameter that belong to none (`parameter_alignment`
+        gaps: the elements after each parameter that belong to none (`parameter_alignment`
             of DeepSpeed 0.19.8).
 
-    >>> [x.before for x in places_in_turn(0, {"a": (3,), "b": (2,)}, 4, gaps=(0, 1)).values()]
+    >>> [x.before for x in places_in_turn(0, {"a": (3,), "b": (2,)}, 4, gaps=(1, 0)).values()]
     [0, 4]
     """
     found, end = {}, 0
     for (name, shape), gap in zip(shapes.items(), gaps or [0] * len(shapes), strict=True):
-        found[name] = FlatPosition(group, end + gap, 0, run)
-        end += gap + math.prod(shape)
+        found[name] = FlatPosition(group, end, 0, run)
+        end += math.prod(shape) + gap
     return found
 
 
@@ -175,7 +175,7 @@ class _Rank(NamedTuple):
     stage: int
     world_size: int
     gaps: Sequence[Sequence[int]] | None
-    """By group and parameter, the elements before it that belong to none."""
+    """By group and parameter, the elements after it that belong to none."""
 
 
 def _rank(path: Path) -> _Rank:
