@@ -62,10 +62,11 @@ def laws(arguments: list[str]) -> int:
             [name for name in SYSTEMS if SYSTEMS[name].is_here()] if given.write else ["fzero"]
         )
         systems = [_system(name) for name in given.system or default]
-        kept = Kept(given.results)
+        kept, is_collected = Kept(given.results), False
         for system in systems:
             known = kept.of(system, given.ranks)
             results.extend(known[one.name] for one in chosen if one.name in known)
+            is_collected = is_collected or bool(known)
             rest = [one for one in chosen if one.name not in known]
             tried = try_laws(system, rest, given.ranks, seconds=given.seconds)
             for index, result in enumerate(tried, 1):
@@ -74,7 +75,8 @@ def laws(arguments: list[str]) -> int:
                 _progress(f"{system.name} {index}/{len(rest)} {result.law}: {result.mark}")
         _progress("")
         if given.write:
-            Path(given.write).write_text(page(results, chosen, systems, given.ranks), "utf-8")
+            text = page(results, chosen, systems, given.ranks, is_collected=is_collected)
+            Path(given.write).write_text(text, "utf-8")
         return shown(results, given.ranks), {"results": [result._asdict() for result in results]}
 
     return print_result(make, given.json) or int(any(r.mark == "wrong" for r in results))

@@ -36,7 +36,7 @@ These laws are about results on CPUs in small models. They say nothing about spe
 
 Two systems have no column. Megatron-FSDP 0.6.1 asks for a CUDA device when it is made, also with `device="cpu"`. SimpleFSDP
 (torchtitan 0.3.0) asks for a nightly build of PyTorch; its adapter is `--system simple-fsdp`. In stage 3 of DeepSpeed on
-CPUs single runs of a law go another way. The results were collected by several calls (`--results`).
+CPUs single runs of a law go another way.{collected}
 """
 
 
@@ -66,11 +66,19 @@ def reproducer(result: Result, num_ranks: int) -> str:
 
 
 def page(
-    results: Sequence[Result], laws: Sequence[Law], systems: Sequence[System], num_ranks: int
+    results: Sequence[Result],
+    laws: Sequence[Law],
+    systems: Sequence[System],
+    num_ranks: int,
+    *,
+    is_collected: bool = False,
 ) -> str:
-    """The page, of all laws on these systems."""
+    """The page, of all laws on these systems. `is_collected`: whether some of the results
+    are of earlier runs.
+    """
+    collected = " The results were collected by several calls (`--results`)." * is_collected
     marks = {(result.system, result.law): result for result in results}
-    lines = [INTRO.format(ranks=num_ranks), *_versions(systems), ""]
+    lines = [INTRO.format(ranks=num_ranks, collected=collected), *_versions(systems), ""]
     names = [system.name for system in systems]
     lines += ["| law | " + " | ".join(names) + " | it says | source |"]
     lines += ["| --- |" + " :-: |" * len(names) + " --- | --- |"]
